@@ -1,4 +1,4 @@
-"""The nouns that cross folder borders: model shape, layout, prompt, completion, sample, micro-batch.
+"""The nouns that cross folder borders: shape, layout, prompt, completion, sample, micro-batch.
 
 They carry facts and small derived numbers, never behaviour that needs a process group, a model or
 a file. Left out: anything that only one folder uses.

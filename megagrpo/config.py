@@ -1,0 +1,268 @@
+"""The one tree of settings: frozen dataclasses with a line of help for every key.
+
+A key exists here only if something reads it. Reading files and overrides, and all checks, are in
+`config_file.py`.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+def key(default: Any, text: str, *, choices: tuple[Any, ...] = (), first: bool = False) -> Any:
+    """A config field: default, one line of help, allowed values, shown in the short help."""
+    metadata = {"help": text, "choices": choices, "first": first}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if isinstance(default, type) and is_dataclass(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy's start weights."""
+
+    path: str = key("", "converted checkpoint or HuggingFace folder (required)", first=True)
+    dtype: str = key(
+        "auto",
+        "training dtype; auto is bfloat16 on GPU and float32 on CPU",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    tokenizer: str | None = key(None, "tokenizer folder; null is the model's own")
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy that KL is measured against."""
+
+    use: str = key(
+        "auto",
+        "auto loads it when algorithm.kl.beta > 0; always also scores it at beta 0",
+        choices=("auto", "always", "never"),
+        first=True,
+    )
+    path: str | None = key(None, "checkpoint or HuggingFace folder; null is model.path at step 0")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks are cut; data parallel is what is left."""
+
+    tp: int = key(1, "tensor-parallel ranks of the policy", first=True)
+    pp: int = key(1, "pipeline stages of the policy", first=True)
+    first_stage_layers: int | None = key(None, "layers of the first stage of an uneven pipeline")
+    last_stage_layers: int | None = key(None, "layers of the last stage of an uneven pipeline")
+    sequence_parallel: bool = key(False, "split norms and dropout over the tensor ranks; tp > 1")
+    recompute: str = key("none", "activation recomputation", choices=("none", "selective", "full"))
+    use_distributed_optimizer: bool = key(True, "shard optimizer state over data parallel")
+    timeout_s: int = key(1800, "seconds a collective waits for a lost rank before the run ends")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The engine and how it samples."""
+
+    tp: int = key(1, "tensor-parallel ranks of one engine replica; divides the world", first=True)
+    group_size: int = key(8, "completions per prompt (G), at least 2", first=True)
+    max_prompt_tokens: int = key(1024, "longest prompt, tokens", first=True)
+    max_response_tokens: int = key(1024, "longest completion, tokens", first=True)
+    temperature: float = key(1.0, "sampling temperature, > 0; the trainer divides by it too")
+    top_p: float = key(1.0, "must stay 1.0 in training: the trainer does not filter")
+    top_k: int = key(0, "must stay 0 (off) in training: the trainer does not filter")
+    min_p: float = key(0.0, "must stay 0.0 in training: the trainer does not filter")
+    seed: int | None = key(None, "sampling seed; null is trainer.seed")
+    kv_cache_gb: float | None = key(None, "KV cache of one rank, GiB; null: 0.25 on CPU")
+    gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may take when awake")
+    max_num_seqs: int = key(256, "sequences the engine runs at once")
+    timeout_s: int = key(1800, "seconds the slowest replica may generate")
+    dump: bool = key(True, "write rollouts/step_N.jsonl")
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """KL to the reference in the loss."""
+
+    beta: float = key(0.0, "weight of the KL term", first=True)
+    estimator: str = key("k3", "per-token estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Importance weights between the trainer's and the engine's log-probs."""
+
+    mode: str = key(
+        "token_truncate",
+        "form of the rollout correction",
+        choices=(
+            "none",
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric_mask",
+        ),
+    )
+    cap: float = key(2.0, "upper bound of the weight, inclusive")
+    low: float | None = key(None, "lower bound of the weight, inclusive; null is none")
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """Alarm on mean |old - rollout| log-prob; null thresholds follow the dtype."""
+
+    warn: float | None = key(None, "warn above this many nats; 0.05 in bfloat16, 1e-4 in float32")
+    stop: float | None = key(None, "end the run above this; 0.1 in bfloat16, 1e-3 in float32")
+    patience: int = key(2, "consecutive steps over `stop` that end the run")
+
+
+LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The loss; null takes the chosen loss's own default, shown in the resolved config."""
+
+    loss: str = key("grpo", "policy loss", choices=LOSSES, first=True)
+    aggregation: str | None = key(
+        None,
+        "how token terms become one number",
+        choices=(
+            None,
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+        ),
+    )
+    eps_low: float | None = key(None, "lower clip distance of the ratio", first=True)
+    eps_high: float | None = key(None, "upper clip distance of the ratio", first=True)
+    normalize: str | None = key(None, "advantage scale", choices=(None, "std", "none", "batch"))
+    baseline: str = key("mean", "advantage baseline", choices=("mean", "leave_one_out"))
+    advantage_clip: float | None = key(None, "bound on |advantage|; null is none")
+    kl: KLConfig = key(KLConfig, "KL to the reference")
+    correction: CorrectionConfig = key(CorrectionConfig, "rollout correction")
+    mismatch: MismatchConfig = key(MismatchConfig, "rollout/trainer mismatch alarm")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts and how many of them."""
+
+    train: str = key("", "training prompts: .jsonl, .parquet or a dataset folder", first=True)
+    eval: str | None = key(None, "held-out prompts; null evaluates nothing", first=True)
+    prompt_column: str = key("prompt", "column with the prompt: text or chat messages")
+    chat_template_kwargs: dict[str, Any] = key({}, "extra arguments of the chat template")
+    overlong_prompts: str = key(
+        "drop",
+        "prompts over rollout.max_prompt_tokens: drop and count, or error",
+        choices=("drop", "error"),
+    )
+    prompts_per_step: int = key(128, "prompts of one rollout", first=True)
+    minibatch_prompts: int | None = key(None, "prompts of one optimizer step; null is all")
+    max_tokens_per_microbatch: int = key(16384, "tokens of one forward pass on a rank")
+    shuffle_seed: int | None = key(None, "seed of the prompt order; null is trainer.seed")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """One reward function."""
+
+    path: str = key("", "exact_match, math_answer, module:function or file.py:function")
+    name: str | None = key(None, "name in metrics; null is the function's name")
+    weight: float = key(1.0, "factor in the total")
+    timeout_s: float = key(60.0, "seconds a call may take before its samples count as failed")
+    kwargs: dict[str, Any] = key({}, "extra keyword arguments")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule, counted in optimizer steps."""
+
+    lr: float = key(1e-6, "peak learning rate", first=True)
+    min_lr: float = key(0.0, "learning rate at the end of a linear or cosine schedule")
+    schedule: str = key("constant", "after warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", first=True)
+    weight_decay: float = key(0.01, "decoupled weight decay of matrices")
+    betas: list[float] = key([0.9, 0.999], "Adam's two moments")
+    eps: float = key(1e-8, "Adam's epsilon")
+    grad_clip: float = key(1.0, "bound on the global gradient norm")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Length, place and checkpoints of the run."""
+
+    steps: int | None = key(None, "rollout steps; null runs `epochs`", first=True)
+    epochs: int = key(1, "passes over the prompts when steps is null")
+    run_dir: str = key("runs/megagrpo", "folder of the run", first=True)
+    save_every: int = key(0, "steps between checkpoints; 0 saves only the last", first=True)
+    keep_last: int = key(2, "checkpoints kept; at least 1")
+    resume: str = key(
+        "auto",
+        "auto continues the newest complete checkpoint of run_dir, never starts anew",
+        choices=("auto", "never"),
+    )
+    seed: int = key(0, "seed of everything that has none of its own")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out evaluation."""
+
+    every: int = key(0, "steps between evaluations; 0 only at the ends", first=True)
+    at_start: bool = key(True, "evaluate before the first step")
+    samples: int = key(1, "completions per held-out prompt (k)")
+    temperature: float = key(0.0, "evaluation temperature; 0 is greedy")
+    max_prompts: int | None = key(None, "held-out prompts used, the first ones; null is all")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where numbers go besides metrics.jsonl."""
+
+    tensorboard: bool = key(True, "write TensorBoard events")
+    wandb: str | None = key(None, "Weights & Biases project; null is off")
+    num_samples: int = key(2, "completions printed per step")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The root; only `trainer/setup.py` and `cli.py` read it."""
+
+    model: ModelConfig = key(ModelConfig, "policy")
+    reference: ReferenceConfig = key(ReferenceConfig, "reference policy")
+    parallel: ParallelConfig = key(ParallelConfig, "layout of the trainer")
+    rollout: RolloutConfig = key(RolloutConfig, "generation")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig, "loss and advantages")
+    data: DataConfig = key(DataConfig, "prompts")
+    rewards: list[RewardConfig] = key([], "reward functions; at least one")
+    optim: OptimConfig = key(OptimConfig, "optimizer")
+    trainer: TrainerConfig = key(TrainerConfig, "run")
+    eval: EvalConfig = key(EvalConfig, "evaluation")
+    log: LogConfig = key(LogConfig, "reporters")
+
+
+def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every leaf key with its dataclass field, e.g. {"optim.lr": Field}."""
+    found: dict[str, Any] = {}
+    for item in fields(node):
+        name = f"{prefix}{item.name}"
+        if isinstance(item.type, type) and is_dataclass(item.type):
+            found.update(known_keys(item.type, f"{name}."))
+        else:
+            found[name] = item
+    return found
+
+
+def help_text(short: bool) -> str:
+    """One line per key: name, default, meaning, choices; `short` shows a first run's keys."""
+    lines = []
+    for name, item in known_keys().items():
+        if short and not item.metadata["first"]:
+            continue
+        default = item.default if item.default is not MISSING else item.default_factory()
+        choices = [str(choice) for choice in item.metadata["choices"] if choice is not None]
+        one_of = f" ({' | '.join(choices)})" if choices else ""
+        shown = "null" if default is None else default
+        lines.append(f"  {name}={shown}\n      {item.metadata['help']}{one_of}")
+    return "\n".join(lines)

@@ -1,0 +1,259 @@
+"""Reads the config: defaults, then a YAML file, then `section.key=value` words; refuses early.
+
+OmegaConf does the merging and the type checks: a structured config refuses unknown keys and wrong
+types, and its dot-list is the override syntax that users of this field know. What it lacks is
+here: where an unknown key came from and the nearest known one, choices, and the checks between
+keys. Checks that need no file run in `load_config`, those that need the world size in
+`check_layout`; those that open files belong to `trainer/preflight.py`.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf import errors as omegaconf_errors
+
+from megagrpo.config import Config, RewardConfig, known_keys
+from megagrpo.types import Layout
+
+
+def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+    """Merge defaults, a YAML file and `section.key=value` words, and check them.
+
+    Raises ValueError with one line: unknown key (where it came from and the nearest known one),
+    wrong type, value outside its choices, or a contradiction between keys.
+    """
+    tree = OmegaConf.structured(Config)
+    if path is not None:
+        tree = _merge(tree, _read_yaml(path), f"file {path}")
+    for word in overrides:
+        if "=" not in word[1:]:
+            raise ValueError(f"override {word!r} is not section.key=value")
+        tree = _merge(tree, _read_word(word), f"override {word!r}")
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    _check_choices(config)
+    _check_values(config)
+    return config
+
+
+def _read_yaml(path: str) -> DictConfig:
+    if not Path(path).is_file():
+        raise ValueError(f"config file {path} does not exist")
+    try:
+        layer = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"config file {path} has no sections; write `section: {{key: value}}`")
+    return layer
+
+
+def _read_word(word: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([word])
+    except (yaml.YAMLError, omegaconf_errors.OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"override {word!r} does not parse: {reason}") from error
+
+
+def _merge(tree: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
+    """One layer over another; an unknown key names the nearest known one."""
+    try:
+        merged = OmegaConf.merge(tree, layer)
+    except omegaconf_errors.ConfigKeyError as error:
+        unknown = _first_unknown(OmegaConf.to_container(layer)) or str(error.full_key)
+        raise ValueError(
+            f"unknown key {unknown!r} in {origin}; the nearest known key is "
+            f"{_nearest_key(unknown)!r}"
+        ) from error
+    except (omegaconf_errors.OmegaConfBaseException, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        where = getattr(error, "full_key", None) or "a section"
+        raise ValueError(f"{where} in {origin}: {reason}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _first_unknown(layer: Any, prefix: str = "") -> str | None:
+    """The first leaf of `layer` that is no key of the tree, by its full name."""
+    rewards = {f"rewards.{item.name}" for item in fields(RewardConfig)}
+    for name, value in layer.items():
+        full = f"{prefix}{name}"
+        if full == "rewards" and isinstance(value, list):
+            found = [_first_unknown(reward, "rewards.") for reward in value]
+            if any(found):
+                return next(filter(None, found))
+        elif full not in known_keys() and full not in rewards:
+            if not isinstance(value, dict):
+                return full
+            if (inner := _first_unknown(value, f"{full}.")) is not None:
+                return inner
+    return None
+
+
+def _nearest_key(unknown: str) -> str:
+    """The known key with the most alike name, comparing whole names and last parts."""
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, unknown, name).ratio()
+        last = difflib.SequenceMatcher(None, unknown.split(".")[-1], name.split(".")[-1]).ratio()
+        return whole + last
+
+    rewards = [f"rewards.{item.name}" for item in fields(RewardConfig)]
+    return max([*known_keys(), *rewards], key=likeness)
+
+
+def _check_choices(node: Any, prefix: str = "") -> None:
+    """Refuse a value outside its field's choices, anywhere in the tree."""
+    for item in fields(node):
+        value, name = getattr(node, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            _check_choices(value, f"{name}.")
+        elif name == "rewards":
+            for number, reward in enumerate(value):
+                _check_choices(reward, f"rewards[{number}].")
+        elif item.metadata["choices"] and value not in item.metadata["choices"]:
+            allowed = [str(choice) for choice in item.metadata["choices"] if choice is not None]
+            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
+
+
+def _check_values(config: Config) -> None:
+    """Checks between keys; each message says value, limit and cure."""
+    _check_required(config)
+    _check_counts(config)
+    _check_sampling(config)
+    parallel, optim = config.parallel, config.optim
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1; it is 1")
+    uneven = parallel.first_stage_layers or parallel.last_stage_layers
+    if uneven and parallel.pp == 1:
+        raise ValueError("parallel.first/last_stage_layers need parallel.pp > 1; it is 1")
+    if config.reference.use == "never" and config.algorithm.kl.beta > 0:
+        raise ValueError(
+            f"algorithm.kl.beta={config.algorithm.kl.beta} needs a reference; "
+            "set reference.use=auto or beta=0"
+        )
+    if config.reference.use == "never" and config.reference.path is not None:
+        raise ValueError("reference.path has no effect with reference.use=never; remove one")
+    if optim.schedule == "constant" and optim.min_lr != 0.0:
+        raise ValueError(f"optim.min_lr={optim.min_lr} has no effect with schedule=constant")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1)")
+    correction = config.algorithm.correction
+    if correction.low is not None and correction.low >= correction.cap:
+        raise ValueError(
+            f"algorithm.correction.low={correction.low} must be below cap={correction.cap}"
+        )
+    names = [reward.name for reward in config.rewards if reward.name is not None]
+    if len(names) != len(set(names)):
+        raise ValueError(f"rewards have the same name twice: {names}; give each its own name")
+
+
+def _check_required(config: Config) -> None:
+    for name, value in (("model.path", config.model.path), ("data.train", config.data.train)):
+        if not value:
+            raise ValueError(f"{name} is not set; give a path, e.g. {name}=DIR")
+    if not config.rewards:
+        raise ValueError("rewards is empty; give at least one, e.g. rewards=[{path: exact_match}]")
+    for number, reward in enumerate(config.rewards):
+        if not reward.path:
+            raise ValueError(f"rewards[{number}].path is not set; e.g. exact_match or module:name")
+
+
+def _check_counts(config: Config) -> None:
+    """Everything that must be at least one, and the units of a batch."""
+    at_least_one = {
+        "parallel.tp": config.parallel.tp,
+        "parallel.pp": config.parallel.pp,
+        "parallel.timeout_s": config.parallel.timeout_s,
+        "rollout.tp": config.rollout.tp,
+        "rollout.timeout_s": config.rollout.timeout_s,
+        "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "rollout.max_response_tokens": config.rollout.max_response_tokens,
+        "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "data.prompts_per_step": config.data.prompts_per_step,
+        "data.max_tokens_per_microbatch": config.data.max_tokens_per_microbatch,
+        "trainer.epochs": config.trainer.epochs,
+        "trainer.keep_last": config.trainer.keep_last,
+        "eval.samples": config.eval.samples,
+        "algorithm.mismatch.patience": config.algorithm.mismatch.patience,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if config.rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size={config.rollout.group_size}: a group-relative advantage needs at "
+            "least 2 completions per prompt"
+        )
+    per_step, mini = config.data.prompts_per_step, config.data.minibatch_prompts
+    if mini is not None and (mini < 1 or per_step % mini):
+        raise ValueError(
+            f"data.minibatch_prompts={mini} does not divide data.prompts_per_step={per_step} "
+            "(both count prompts); choose a divisor"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > config.data.max_tokens_per_microbatch:
+        raise ValueError(
+            f"data.max_tokens_per_microbatch={config.data.max_tokens_per_microbatch} is below one "
+            f"sequence of rollout.max_prompt_tokens + max_response_tokens = {longest}; raise it"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    """Training samples must come from the distribution that the trainer scores."""
+    rollout = config.rollout
+    if rollout.temperature <= 0:
+        raise ValueError(
+            f"rollout.temperature={rollout.temperature} must be > 0 in training; "
+            "greedy decoding belongs to eval.temperature=0"
+        )
+    for name, value, off in (
+        ("top_p", rollout.top_p, 1.0),
+        ("top_k", rollout.top_k, 0),
+        ("min_p", rollout.min_p, 0.0),
+    ):
+        if value != off:
+            raise ValueError(
+                f"rollout.{name}={value}: the trainer scores the unfiltered distribution, so "
+                f"training needs {name}={off}"
+            )
+    if config.eval.temperature < 0:
+        raise ValueError(f"eval.temperature={config.eval.temperature} must be >= 0; 0 is greedy")
+    if config.eval.temperature == 0 and config.eval.samples > 1:
+        raise ValueError(
+            f"eval.samples={config.eval.samples} greedy completions are all the same; "
+            "set eval.temperature > 0 or samples=1"
+        )
+
+
+def to_yaml(config: Config) -> str:
+    """The whole tree as YAML, every default spelled out."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def check_layout(config: Config, world: int) -> Layout:
+    """The trainer's layout for `world` ranks; raises ValueError if it cannot be."""
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if world % (tp * pp):
+        raise ValueError(
+            f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} does not divide the {world} "
+            f"processes; start a multiple of {tp * pp}"
+        )
+    if world % config.rollout.tp:
+        raise ValueError(
+            f"rollout.tp={config.rollout.tp} does not divide the {world} processes; "
+            f"use one of {[n for n in range(1, world + 1) if world % n == 0]}"
+        )
+    return Layout(
+        world=world,
+        tp=tp,
+        pp=pp,
+        first_stage_layers=config.parallel.first_stage_layers,
+        last_stage_layers=config.parallel.last_stage_layers,
+    )
