@@ -1,0 +1,273 @@
+"""The one table between HuggingFace and Megatron weights.
+
+Each `Row` is one kind of parameter. By arithmetic on the model shape it expands to slices for any
+layout; import, export, checkpoints and the weight sync all use these slices, and their inverses are
+derived, never written. Nothing is inferred from tensor shapes or class names.
+
+A row's *fused* tensor is the Megatron tensor without any cut, as a distributed checkpoint holds it:
+QKV per query group [q of the group, k, v], gate rows before up rows. A tensor-parallel rank holds
+cuts of the fused tensor. Vocabulary rows beyond the model's own are padding: no slice, zero.
+
+Left out: experts, latent attention, virtual pipeline stages.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo
+from megagrpo.weights.slices import Slice, intersect, translate, whole
+
+PAD_MULTIPLE = 8  # vocabulary rows per tensor-parallel rank are a multiple of this
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of parameter; "{i}" stands for the layer (global in HF, of the stage in Megatron).
+
+    Kinds: replicated; column and qkv (fused rows cut evenly); row (columns cut evenly); vocab
+    (rows cut evenly after padding); gate_up (each half cut evenly).
+    """
+
+    kind: str
+    megatron: str  # canonical name: norms under the linear that follows them (fused, as TE)
+    hf: tuple[str, ...]
+    where: str = "layer"  # "first" stage, "layer", "last" stage
+    local: str | None = None  # name in the local spec where it differs from the canonical one
+
+
+LAYER = "decoder.layers.{i}."
+HF_LAYER = "model.layers.{i}."
+_QKV = tuple(HF_LAYER + f"self_attn.{letter}_proj." for letter in "qkv")
+
+EMBEDDING_ROW = Row("vocab", EMBEDDING, (HF_EMBEDDING,), where="first")
+LAYER_ROWS = (
+    Row(
+        "replicated",
+        LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        (HF_LAYER + "input_layernorm.weight",),
+        local=LAYER + "input_layernorm.weight",
+    ),
+    Row("qkv", LAYER + "self_attention.linear_qkv.weight", tuple(q + "weight" for q in _QKV)),
+    Row("qkv", LAYER + "self_attention.linear_qkv.bias", tuple(q + "bias" for q in _QKV)),
+    Row(
+        "replicated",
+        LAYER + "self_attention.q_layernorm.weight",
+        (HF_LAYER + "self_attn.q_norm.weight",),
+    ),
+    Row(
+        "replicated",
+        LAYER + "self_attention.k_layernorm.weight",
+        (HF_LAYER + "self_attn.k_norm.weight",),
+    ),
+    Row(
+        "row",
+        LAYER + "self_attention.linear_proj.weight",
+        (HF_LAYER + "self_attn.o_proj.weight",),
+    ),
+    Row(
+        "replicated",
+        LAYER + "mlp.linear_fc1.layer_norm_weight",
+        (HF_LAYER + "post_attention_layernorm.weight",),
+        local=LAYER + "pre_mlp_layernorm.weight",
+    ),
+    Row(
+        "gate_up",
+        LAYER + "mlp.linear_fc1.weight",
+        (HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight"),
+    ),
+    Row("row", LAYER + "mlp.linear_fc2.weight", (HF_LAYER + "mlp.down_proj.weight",)),
+)
+FINAL_ROW = Row("replicated", "decoder.final_layernorm.weight", ("model.norm.weight",), "last")
+HEAD_ROW = Row("vocab", HEAD, (HF_HEAD,), where="last")
+TIED_HEAD_ROW = Row("vocab", HEAD, (HF_EMBEDDING,), where="last")
+
+
+def rows(shape: ModelShape, stages: int = 1) -> list[Row]:
+    """The rows that this model has on `stages` pipeline stages, in HuggingFace order.
+
+    A tied head is a tensor of its own only where the last stage is not the first.
+    """
+    absent = set()
+    if not shape.qkv_bias:
+        absent.add("linear_qkv.bias")
+    if not shape.qk_norm:
+        absent |= {"q_layernorm.weight", "k_layernorm.weight"}
+    layer = [row for row in LAYER_ROWS if not row.megatron.endswith(tuple(absent))]
+    head = [] if shape.tied and stages == 1 else [TIED_HEAD_ROW if shape.tied else HEAD_ROW]
+    return [EMBEDDING_ROW, *layer, FINAL_ROW, *head]
+
+
+def padded_vocab(vocab: int, tp: int, multiple: int = PAD_MULTIPLE) -> int:
+    """Least multiple of tp * multiple that holds `vocab` rows; applying it twice changes nothing.
+
+    Example: padded_vocab(131, 2, 8) = 144.
+    """
+    unit = tp * multiple
+    return -(-vocab // unit) * unit
+
+
+def check_tp(shape: ModelShape, tp: int) -> None:
+    """Raise ValueError, naming both numbers, if the model cannot be cut into `tp` tensor ranks."""
+    kv, heads = shape.num_kv_heads, shape.num_heads
+    if kv % tp and tp % kv:
+        raise ValueError(
+            f"parallel.tp={tp} and num_key_value_heads={kv}: one must divide the other"
+        )
+    for name, size in (
+        ("num_attention_heads", heads),
+        ("intermediate_size", shape.ffn_hidden_size),
+        ("fused QKV rows", (heads + 2 * kv) * shape.head_dim),
+    ):
+        if size % tp:
+            raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; use a divisor")
+
+
+def hf_shape(shape: ModelShape, name: str) -> tuple[int, ...]:
+    """Shape of one HuggingFace tensor, by the last words of its name in the table."""
+    hidden, ffn, dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
+    module, leaf = name.split(".")[-2:]
+    sizes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (shape.vocab_size, hidden),
+        "lm_head": (shape.vocab_size, hidden),
+        "q_proj": (shape.num_heads * dim, hidden),
+        "k_proj": (shape.num_kv_heads * dim, hidden),
+        "v_proj": (shape.num_kv_heads * dim, hidden),
+        "o_proj": (hidden, shape.num_heads * dim),
+        "q_norm": (dim,),
+        "k_norm": (dim,),
+        "gate_proj": (ffn, hidden),
+        "up_proj": (ffn, hidden),
+        "down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "norm": (hidden,),
+    }
+    full = sizes[module]
+    return full[:1] if leaf == "bias" else full
+
+
+def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
+    """Every HuggingFace tensor of the model, in file order; a tied head is not among them."""
+    table = rows(shape)
+    names = list(EMBEDDING_ROW.hf)
+    for layer in range(shape.num_layers):
+        names += [n.format(i=layer) for row in table if row.where == "layer" for n in row.hf]
+    names += [name for row in table if row.where == "last" for name in row.hf]
+    return [TensorInfo(name, hf_shape(shape, name), dtype) for name in names]
+
+
+def fused_shape(shape: ModelShape, row: Row) -> tuple[int, ...]:
+    """Shape of the row's Megatron tensor before any cut and padding."""
+    first = hf_shape(shape, row.hf[0])
+    total = sum(hf_shape(shape, name)[0] for name in row.hf)
+    return (total, *first[1:])
+
+
+def _pieces(shape: ModelShape, row: Row) -> list[tuple[str, Box, Box]]:
+    """(HF name, HF box, box of the fused tensor) of every stretch of the row."""
+    rest = whole(fused_shape(shape, row)[1:])
+    if row.kind == "qkv":
+        stretches, start, dim = [], 0, shape.head_dim
+        queries = shape.num_heads // shape.num_kv_heads * dim
+        for group in range(shape.num_kv_heads):
+            for name, size in zip(row.hf, (queries, dim, dim), strict=True):
+                stretches.append((name, group * size, size, start))
+                start += size
+    else:
+        sizes = [hf_shape(shape, name)[0] for name in row.hf]
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        stretches = list(zip(row.hf, [0] * len(sizes), sizes, starts, strict=True))
+    return [
+        (name, ((at, at + size), *rest), ((start, start + size), *rest))
+        for name, at, size, start in stretches
+    ]
+
+
+def _cuts(shape: ModelShape, row: Row, tp: int, rank: int, multiple: int) -> list[tuple[Box, Box]]:
+    """(box of the fused tensor, box of the local tensor) of every cut that the rank holds."""
+    full = fused_shape(shape, row)
+    if row.kind == "replicated":
+        return [(whole(full), whole(full))]
+    dim = 1 if row.kind == "row" else 0
+    size = padded_vocab(full[0], tp, multiple) if row.kind == "vocab" else full[dim]
+    halves = 2 if row.kind == "gate_up" else 1
+    assert size % (tp * halves) == 0, f"{row.megatron}: {size} rows do not divide by tp={tp}"
+    share = size // halves // tp
+    cuts = []
+    for half in range(halves):
+        start = half * (size // halves) + rank * share
+        fused, local = list(whole(full)), list(whole(full))
+        fused[dim] = (start, start + share)
+        local[dim] = (half * share, (half + 1) * share)
+        cuts.append((tuple(fused), tuple(local)))
+    return cuts
+
+
+def _placed_rows(
+    shape: ModelShape, layout: Layout, coords: Coordinates, profile: str
+) -> Iterable[tuple[Row, str, int]]:
+    """(row, local Megatron name, global layer) of everything on the rank's pipeline stage."""
+    if profile not in ("local", "te"):
+        raise ValueError(f"unknown naming profile {profile!r}; use 'local' or 'te'")
+    start, stop = layout.stage_layers(shape.num_layers)[coords.pp]
+    stage = {"first": coords.pp == 0, "last": coords.pp == layout.pp - 1}
+    table = rows(shape, layout.pp)
+    for row in (row for row in table if row.where == "first" and stage["first"]):
+        yield row, row.megatron, 0
+    for layer in range(start, stop):
+        for row in (row for row in table if row.where == "layer"):
+            name = row.local if profile == "local" and row.local else row.megatron
+            yield row, name.format(i=layer - start), layer
+    for row in (row for row in table if row.where == "last" and stage["last"]):
+        yield row, row.megatron, 0
+
+
+def expand(
+    shape: ModelShape,
+    layout: Layout,
+    coords: Coordinates,
+    profile: str = "local",
+    *,
+    multiple: int = PAD_MULTIPLE,
+) -> list[Slice]:
+    """Slices of one rank's GPTModel, under that rank's own parameter names.
+
+    `profile` "local" names norms as Megatron's local layer spec, "te" as Transformer Engine's fused
+    modules. Raises ValueError if the model cannot be cut that way. The fused checkpoint tensors are
+    `expand(shape, Layout(1), Coordinates(0, 0, 0), "te", multiple=1)`.
+    """
+    check_tp(shape, layout.tp)
+    slices = []
+    for row, name, layer in _placed_rows(shape, layout, coords, profile):
+        cuts = _cuts(shape, row, layout.tp, coords.tp, multiple)
+        for hf, hf_box, fused_box in _pieces(shape, row):
+            for cut, local in cuts:
+                common = intersect(fused_box, cut)
+                if common is not None:
+                    source = translate(common, fused_box, hf_box)
+                    target = translate(common, cut, local)
+                    slices.append(Slice(hf.format(i=layer), source, name, target))
+    return slices
+
+
+def local_shapes(
+    shape: ModelShape,
+    layout: Layout,
+    coords: Coordinates,
+    profile: str = "local",
+    *,
+    multiple: int = PAD_MULTIPLE,
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of that rank's GPTModel, vocabulary padding included."""
+    check_tp(shape, layout.tp)
+    shapes = {}
+    for row, name, _ in _placed_rows(shape, layout, coords, profile):
+        corners = [local for _, local in _cuts(shape, row, layout.tp, coords.tp, multiple)]
+        shapes[name] = tuple(stop for _, stop in corners[-1])
+    return shapes
