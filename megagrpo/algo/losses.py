@@ -1,0 +1,220 @@
+"""Policy losses of one packed micro-batch, as sums over global denominators.
+
+They exist as pure functions of tensors and global counts so that the update cannot depend on the
+layout, the micro-batch cut or the packing. What differs from PPO and from the papers: no critic; a
+log-ratio is clamped to +-20 (as verl) so that no branch overflows; bnpo is the token mean of the
+whole optimizer step, which makes it dapo's; the off-policy mask, the rollout weight and the KL term
+follow in this order and KL is never weighted. Left out: quantiles and top-k (they need the whole
+optimizer step), prompt means, sequences that several ranks share (context parallelism).
+
+Who divides: the coefficient of every token (`_token_coefficients`) holds the global denominator.
+Nothing after it may divide or average: Megatron runs with calculate_per_token_loss=True, without
+num_tokens at finalize, and DDP sums.
+
+Letters: B sequences of this micro-batch, T packed tokens, A advantage, w ratio, k KL, H entropy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megagrpo.algo.kl import kl_estimate
+from megagrpo.algo.segments import (
+    check_sequence_shapes,
+    check_token_shapes,
+    flat_mask,
+    segment_sum,
+)
+from megagrpo.algo.settings import LossSettings, aggregation_name
+from megagrpo.algo.terms import LOG_RATIO_CLAMP, TERMS, WEIGHTS_INSIDE, Tokens
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """What the whole optimizer step holds, over all ranks and micro-batches."""
+
+    total_tokens: int  # N, tokens with mask 1
+    total_sequences: int  # B, sequences with at least one such token
+    max_response_length: int  # tokens; the limit, not the longest seen
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's share of the step's loss; shares add up over micro-batches and ranks."""
+
+    loss: torch.Tensor  # scalar with gradient, already over the global denominator
+    sums: dict[str, torch.Tensor]  # detached scalars to be summed; see `policy_loss`
+
+
+def policy_loss(
+    *,
+    name: str,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    num_sequences: int,
+    counts: LossCounts,
+    settings: LossSettings,
+    ref_logprobs: torch.Tensor | None = None,
+    rollout_weights: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+) -> LossOutput:
+    """The loss `name` of one micro-batch and the sums of its metrics.
+
+        x = term(w, A);  x = x keep;  x = x rollout_weight;  x = x + beta k - entropy_coef H
+        loss = sum over tokens of coefficient * x, coefficient by `settings.aggregation`
+
+    Per token, all of one shape ([T], or [B, S] with `sequence` of that shape): logprobs float32 or
+    float64 with gradient; old_logprobs (None: stopgrad(logprobs), the on-policy case), ref_logprobs
+    and rollout_weights without; mask bool or 0/1; sequence int64, index in [0, num_sequences);
+    entropy with gradient. Per sequence [num_sequences]: advantages (any float), keep bool (False
+    drops the policy term). Masked entries may hold anything, NaN included.
+
+    sums: pg_loss and kl_loss (over the loss's denominator, without beta), tokens, sequences;
+    counts of tokens clip_low and clip_high (clipped in the direction of A); sums over tokens
+    ppo_kl (old - current), and where given ref_k1, ref_k3, entropy.
+    Raises ValueError for a name that is unknown, a mask that is not 0/1 or a shape that differs.
+    """
+    if name not in TERMS:
+        raise ValueError(f"loss {name!r} is unknown; use one of {list(TERMS)}")
+    check_token_shapes(
+        logprobs.shape,
+        old_logprobs=old_logprobs,
+        mask=mask,
+        sequence=sequence,
+        ref_logprobs=ref_logprobs,
+        rollout_weights=rollout_weights,
+        entropy=entropy,
+    )
+    check_sequence_shapes(num_sequences, advantages=advantages, keep=keep)
+    if settings.beta and ref_logprobs is None:
+        raise ValueError(f"beta={settings.beta} needs ref_logprobs; give them or set beta to 0")
+    if settings.entropy_coef and entropy is None:
+        raise ValueError(f"entropy_coef={settings.entropy_coef} needs entropy; give it or use 0")
+    tokens = _masked_tokens(
+        logprobs=logprobs,
+        old_logprobs=logprobs if old_logprobs is None else old_logprobs,
+        advantages=advantages,
+        mask=flat_mask(mask),
+        sequence=sequence.reshape(-1),
+        weights=rollout_weights,
+        level=settings.level,
+    )
+    coefficients = _token_coefficients(tokens, counts, settings.aggregation)
+    term, clip_low, clip_high = TERMS[name](tokens, settings)
+    if keep is not None:
+        term = torch.where(keep[tokens.sequence], term, 0.0)
+    if tokens.weights is not None and name not in WEIGHTS_INSIDE:
+        term = term * tokens.weights
+    pg_loss = (coefficients * term).sum()
+    sums = {
+        "pg_loss": pg_loss.detach(),
+        "tokens": tokens.mask.sum(),
+        "sequences": (tokens.lengths > 0).sum(),
+        "clip_low": (clip_low & tokens.mask).sum(),
+        "clip_high": (clip_high & tokens.mask).sum(),
+        "ppo_kl": -tokens.log_ratio.detach().sum(),
+    }
+    loss = _add_kl(pg_loss, tokens, ref_logprobs, coefficients, settings, sums)
+    loss = _add_entropy(loss, tokens, entropy, coefficients, settings, sums)
+    return LossOutput(loss=loss, sums=sums)
+
+
+def _masked_tokens(
+    *,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    weights: torch.Tensor | None,
+    level: str,
+) -> Tokens:
+    """Flatten, and replace masked entries before any arithmetic so that a NaN there is harmless."""
+    current = torch.where(mask, logprobs.reshape(-1), 0.0)
+    old = torch.where(mask, old_logprobs.detach().reshape(-1), 0.0)
+    log_ratio = (current - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    lengths = segment_sum(mask.to(current.dtype), sequence, len(advantages))
+    if level == "sequence":
+        mean = segment_sum(log_ratio, sequence, len(advantages)) / lengths.clamp(min=1)
+        ratio = mean.exp()[sequence]
+    else:
+        ratio = log_ratio.exp()
+    return Tokens(
+        logprobs=current,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        advantages=torch.where(mask, advantages.detach().to(current.dtype)[sequence], 0.0),
+        weights=None if weights is None else torch.where(mask, weights.detach().reshape(-1), 1.0),
+        mask=mask,
+        sequence=sequence,
+        lengths=lengths,
+    )
+
+
+def _token_coefficients(tokens: Tokens, counts: LossCounts, aggregation: str) -> torch.Tensor:
+    """[T]: 0 at masked tokens, else 1 / (the global denominator); the only place that divides.
+
+    token-mean: N; seq-mean-token-mean: B * tokens of its sequence; seq-mean-token-sum: B;
+    seq-mean-token-sum-norm: B * max_response_length.
+    """
+    form = aggregation_name(aggregation)
+    dtype = tokens.logprobs.dtype
+    if form == "seq-mean-token-mean":
+        scale = 1.0 / (tokens.lengths.clamp(min=1) * max(counts.total_sequences, 1))
+        return torch.where(tokens.mask, scale[tokens.sequence], 0.0)
+    denominators = {
+        "token-mean": counts.total_tokens,
+        "seq-mean-token-sum": counts.total_sequences,
+        "seq-mean-token-sum-norm": counts.total_sequences * counts.max_response_length,
+    }
+    return tokens.mask.to(dtype) / max(denominators[form], 1)
+
+
+def _add_kl(
+    loss: torch.Tensor,
+    tokens: Tokens,
+    ref_logprobs: torch.Tensor | None,
+    coefficients: torch.Tensor,
+    settings: LossSettings,
+    sums: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """loss + beta KL; its metrics go to `sums` whatever beta is."""
+    if ref_logprobs is None:
+        return loss
+    ref = torch.where(tokens.mask, ref_logprobs.detach().reshape(-1), 0.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and settings.beta > 0):
+        value = kl_estimate(
+            logprobs=tokens.logprobs,
+            ref_logprobs=ref,
+            estimator=settings.kl_estimator,
+            ratio=tokens.ratio if settings.unbiased_kl else None,
+        )
+        kl_loss = (coefficients * value).sum()
+    current = tokens.logprobs.detach()
+    for estimator in ("k1", "k3"):
+        one = kl_estimate(logprobs=current, ref_logprobs=ref, estimator=estimator)
+        sums[f"ref_{estimator}"] = one.sum()
+    sums["kl_loss"] = kl_loss.detach()
+    return loss + settings.beta * kl_loss if settings.beta else loss
+
+
+def _add_entropy(
+    loss: torch.Tensor,
+    tokens: Tokens,
+    entropy: torch.Tensor | None,
+    coefficients: torch.Tensor,
+    settings: LossSettings,
+    sums: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """loss - entropy_coef H; the sum of H goes to `sums` whatever the coefficient is."""
+    if entropy is None:
+        return loss
+    masked = torch.where(tokens.mask, entropy.reshape(-1), 0.0)
+    sums["entropy"] = masked.detach().sum()
+    if not settings.entropy_coef:
+        return loss
+    return loss - settings.entropy_coef * (coefficients * masked).sum()

@@ -1,0 +1,169 @@
+"""Settings of the policy losses and the defaults that each loss brings along.
+
+They stand apart from the formulas because a null setting means "what this loss is published with",
+and because a setting that the chosen loss never reads must be refused before anything starts.
+Left out: where the numbers come from (config.py) and everything that depends on data.
+"""
+
+from dataclasses import dataclass, replace
+
+AGGREGATIONS = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
+    "grpo": "seq-mean-token-mean",
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "cispo": "token-mean",
+    "vespo": "token-mean",
+    "luspo": "seq-mean-token-sum",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+"""verl's names, and TRL's names of losses, to the four forms; any loss may use any of them."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Numbers of one loss, with no null left; made by `resolve_loss_defaults`."""
+
+    aggregation: str  # a value of AGGREGATIONS
+    level: str = "token"  # ratio per "token", or per "sequence" (geometric mean of its tokens)
+    eps_low: float = 0.2  # the ratio is clipped below 1 - eps_low
+    eps_high: float = 0.2  # and above 1 + eps_high
+    cap: float = 5.0  # cispo: absolute cap of the ratio
+    delta: float | None = None  # the unclipped ratio is bounded from above
+    dual_clip: float | None = None  # bound c on the loss of A < 0: at most -c A
+    tau_positive: float = 1.0  # sapo: temperature of the gate for A > 0
+    tau_negative: float = 1.05  # sapo: for A <= 0
+    gamma_positive: tuple[float, float] = (2.0, 3.0)  # vespo: (k, lambda) for A >= 0
+    gamma_negative: tuple[float, float] = (3.0, 2.0)  # vespo: for A < 0
+    beta: float = 0.0  # coefficient of the KL to the reference, in the loss
+    kl_estimator: str = "k3"  # a key of kl.ESTIMATORS
+    unbiased_kl: bool = False  # multiply the estimator by the ratio, with its gradient
+    entropy_coef: float = 0.0  # bonus: this much entropy is subtracted from the loss
+    normalize: str = "std"  # what advantages.group_advantages is to do for this loss
+
+
+@dataclass(frozen=True)
+class LossDefaults:
+    """What a loss brings along, and which optional settings it reads."""
+
+    settings: LossSettings
+    reads: frozenset[str]  # of eps_low, eps_high, cap, delta, dual_clip
+    levels: tuple[str, ...] = ("token", "sequence")
+    corrections: str = "any"  # rollout correction modes: "any", or those that start with this
+
+
+_CLIP = frozenset({"eps_low", "eps_high", "delta", "dual_clip"})
+
+LOSS_DEFAULTS: dict[str, LossDefaults] = {
+    "grpo": LossDefaults(LossSettings("seq-mean-token-mean"), _CLIP),
+    "bnpo": LossDefaults(LossSettings("token-mean"), _CLIP),
+    "dapo": LossDefaults(LossSettings("token-mean", eps_high=0.28), _CLIP),
+    "dr_grpo": LossDefaults(LossSettings("seq-mean-token-sum-norm", normalize="none"), _CLIP),
+    "gspo": LossDefaults(
+        LossSettings("seq-mean-token-mean", level="sequence", eps_low=3e-4, eps_high=4e-4),
+        _CLIP,
+        levels=("sequence",),
+    ),
+    "luspo": LossDefaults(LossSettings("seq-mean-token-sum", level="sequence"), _CLIP),
+    "cispo": LossDefaults(LossSettings("token-mean"), frozenset({"cap"})),
+    "cispo_relative": LossDefaults(LossSettings("token-mean"), frozenset({"eps_high"})),
+    "sapo": LossDefaults(LossSettings("seq-mean-token-mean"), frozenset()),
+    "vespo": LossDefaults(
+        LossSettings("token-mean"), frozenset(), levels=("token",), corrections="token_"
+    ),
+}
+
+
+def aggregation_name(name: str) -> str:
+    """One of the four forms under verl's name; raises ValueError listing the names."""
+    if name not in AGGREGATIONS:
+        raise ValueError(f"aggregation {name!r} is unknown; use one of {list(AGGREGATIONS)}")
+    return AGGREGATIONS[name]
+
+
+def resolve_loss_defaults(
+    name: str,
+    *,
+    aggregation: str | None = None,
+    level: str | None = None,
+    normalize: str | None = None,
+    eps_low: float | None = None,
+    eps_high: float | None = None,
+    cap: float | None = None,
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    unbiased_kl: bool = False,
+    entropy_coef: float = 0.0,
+    correction: str | None = None,
+) -> LossSettings:
+    """The settings of loss `name`: what is given, and its own default for every null.
+
+    correction: mode of the rollout correction, checked only. Raises ValueError for an unknown loss
+    or aggregation, a setting that this loss never reads, a level or a correction mode that it does
+    not have, and numbers out of range. Defaults: DAPO arXiv 2503.14476, Dr.GRPO 2503.20783,
+    GSPO 2507.18071, CISPO 2506.13585.
+    """
+    if name not in LOSS_DEFAULTS:
+        raise ValueError(f"loss {name!r} is unknown; use one of {list(LOSS_DEFAULTS)}")
+    defaults = LOSS_DEFAULTS[name]
+    optional: dict[str, float | None] = {
+        "eps_low": eps_low,
+        "eps_high": eps_high,
+        "cap": cap,
+        "delta": delta,
+        "dual_clip": dual_clip,
+    }
+    given = {key: value for key, value in optional.items() if value is not None}
+    for key, value in given.items():
+        if key not in defaults.reads:
+            raise ValueError(
+                f"{key}={value} has no effect on loss {name!r}; leave it null (it reads "
+                f"{sorted(defaults.reads) or 'none of these'})"
+            )
+    if level is not None and level not in defaults.levels:
+        raise ValueError(f"level={level!r} is not of loss {name!r}; use one of {defaults.levels}")
+    if correction is not None and defaults.corrections != "any":
+        _check_correction(name, correction, defaults.corrections)
+    settings = replace(
+        defaults.settings,
+        aggregation=aggregation_name(aggregation or defaults.settings.aggregation),
+        level=level or defaults.settings.level,
+        normalize=normalize or defaults.settings.normalize,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        unbiased_kl=unbiased_kl,
+        entropy_coef=entropy_coef,
+        **given,  # type: ignore[arg-type]
+    )
+    _check_numbers(settings)
+    return settings
+
+
+def _check_correction(name: str, correction: str, prefix: str) -> None:
+    if correction != "off" and not correction.startswith(prefix):
+        raise ValueError(
+            f"correction mode {correction!r} cannot enter loss {name!r}; use a {prefix}* mode or "
+            "off"
+        )
+
+
+def _check_numbers(settings: LossSettings) -> None:
+    """Ranges outside of which a setting has no meaning."""
+    limits = {
+        "eps_low": (settings.eps_low, 0.0, 1.0),
+        "eps_high": (settings.eps_high, 0.0, float("inf")),
+        "cap": (settings.cap, 0.0, float("inf")),
+        "delta": (settings.delta, 0.0, float("inf")),
+        "dual_clip": (settings.dual_clip, 1.0, float("inf")),
+        "beta": (settings.beta, 0.0, float("inf")),
+    }
+    for key, (value, low, high) in limits.items():
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{key}={value} is outside {low}..{high}; choose a number inside")
