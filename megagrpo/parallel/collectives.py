@@ -35,6 +35,30 @@ def sum_over(group: dist.ProcessGroup, sums: Mapping[str, torch.Tensor]) -> dict
     return dict(zip(names, stacked.cpu().unbind(), strict=True))
 
 
+def max_over(
+    group: dist.ProcessGroup, peaks: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The largest value by name over `group` in one all-reduce of float64; as `sum_over`."""
+    names = sorted(peaks)
+    if not names:
+        return {}
+    stacked = torch.stack([peaks[name].detach().double().reshape(()).cpu() for name in names])
+    stacked = stacked.to(platform.device())
+    # All ranks of `group`.
+    dist.all_reduce(stacked, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(names, stacked.cpu().unbind(), strict=True))
+
+
+def broadcast_object_from_last_stage(value: T, context: ParallelContext) -> T:
+    """The last stage's `value` on every stage; all stages of one pipeline join."""
+    if context.layout.pp == 1:
+        return value
+    box = [value]
+    # All stages of one pipeline (same tp and dp coordinates).
+    dist.broadcast_object_list(box, src=context.last_stage_rank, group=context.pp_group)
+    return box[0]
+
+
 def broadcast_from_last_stage(tensor: torch.Tensor, context: ParallelContext) -> torch.Tensor:
     """The last stage's `tensor` on every stage; elsewhere `tensor` gives shape and dtype only.
 
