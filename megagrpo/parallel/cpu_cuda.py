@@ -77,7 +77,7 @@ class Event:
 class _Generators:
     """torch.cuda.default_generators; indexed by int or by torch.device."""
 
-    def __getitem__(self, index: object) -> torch.Generator:
+    def __getitem__(self, device: object) -> torch.Generator:
         return torch.default_generator
 
 
@@ -97,11 +97,11 @@ def device_count() -> int:
     return 1
 
 
-def set_device(index: object) -> None:
+def set_device(device: object) -> None:
     """There is one device."""
 
 
-def synchronize(index: object = None) -> None:
+def synchronize(device: object = None) -> None:
     """Nothing to wait for."""
 
 
@@ -109,7 +109,7 @@ def empty_cache() -> None:
     """There is no cache."""
 
 
-def memory_allocated(index: object = None) -> int:
+def memory_allocated(device: object = None) -> int:
     """Device memory is not counted on CPU."""
     return 0
 
@@ -117,7 +117,7 @@ def memory_allocated(index: object = None) -> int:
 max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
-def current_stream(index: object = None) -> Stream:
+def current_stream(device: object = None) -> Stream:
     """The one stream."""
     return Stream()
 
@@ -125,12 +125,12 @@ def current_stream(index: object = None) -> Stream:
 default_stream = current_stream
 
 
-def stream(which: object) -> contextlib.AbstractContextManager[None]:
+def stream(stream: object) -> contextlib.AbstractContextManager[None]:
     """There is one stream."""
     return contextlib.nullcontext()
 
 
-def device(which: object) -> contextlib.AbstractContextManager[None]:
+def device(device: object) -> contextlib.AbstractContextManager[None]:
     """There is one device."""
     return contextlib.nullcontext()
 
@@ -148,12 +148,12 @@ def manual_seed(seed: int) -> None:
 manual_seed_all = manual_seed
 
 
-def get_rng_state(index: object = "cpu") -> torch.Tensor:
+def get_rng_state(device: object = "cpu") -> torch.Tensor:
     """State of the CPU's default generator."""
     return torch.default_generator.get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, index: object = "cpu") -> None:
+def set_rng_state(new_state: torch.Tensor, device: object = "cpu") -> None:
     """Set the CPU's default generator."""
     torch.default_generator.set_state(new_state)
 
