@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algo.corrections import off_policy_keep, resolve_correction, rollout_weights
+from megagrpo.algo.corrections import correction_weights, off_policy_keep, resolve_correction
 from megagrpo.algo.losses import LossCounts, LossOutput, policy_loss
 from megagrpo.algo.settings import LOSS_DEFAULTS, LossSettings, resolve_loss_defaults
 
@@ -50,7 +50,7 @@ def _golden_call(row, logprobs) -> LossOutput:
         settings = resolve_correction(row["rollout_is"], cap=row["clip_max"], low=row["clip_min"])
         if row["clip_min"] is None:  # null means no bound in the golden rows
             settings = type(settings)(settings.mode, None, settings.high)
-        weights = rollout_weights(
+        weights = correction_weights(
             old_logprobs=old, rollout_logprobs=rollout, settings=settings, **place
         ).weights
     if "off_policy_threshold" in row:

@@ -95,7 +95,7 @@ def _check_bounds(settings: CorrectionSettings) -> None:
 
 
 @torch.no_grad()
-def rollout_weights(
+def correction_weights(
     *,
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,

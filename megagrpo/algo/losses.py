@@ -26,7 +26,7 @@ from megagrpo.algo.segments import (
     segment_sum,
 )
 from megagrpo.algo.settings import LossSettings, aggregation_name
-from megagrpo.algo.terms import LOG_RATIO_CLAMP, TERMS, WEIGHTS_INSIDE, Tokens
+from megagrpo.algo.terms import LOG_RATIO_CLAMP, WEIGHTS_INSIDE, Tokens, find_term
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,11 @@ def policy_loss(
     entropy with gradient. Per sequence [num_sequences]: advantages (any float), keep bool (False
     drops the policy term). Masked entries may hold anything, NaN included.
 
-    sums: pg_loss and kl_loss (over the loss's denominator, without beta), tokens, sequences;
-    counts of tokens clip_low and clip_high (clipped in the direction of A); sums over tokens
-    ppo_kl (old - current), and where given ref_k1, ref_k3, entropy.
-    Raises ValueError for a name that is unknown, a mask that is not 0/1 or a shape that differs.
+    Sums are those of `_metric_sums`, and where the tensors are given kl_loss (over the loss's
+    denominator, without beta) and the sums over tokens ref_k1, ref_k3 and entropy.
+    Raises ValueError for an unknown name, a mask that is not 0/1 or a shape that differs.
     """
-    if name not in TERMS:
-        raise ValueError(f"loss {name!r} is unknown; use one of {list(TERMS)}")
+    term_of = find_term(name)
     check_token_shapes(
         logprobs.shape,
         old_logprobs=old_logprobs,
@@ -90,10 +88,6 @@ def policy_loss(
         entropy=entropy,
     )
     check_sequence_shapes(num_sequences, advantages=advantages, keep=keep)
-    if settings.beta and ref_logprobs is None:
-        raise ValueError(f"beta={settings.beta} needs ref_logprobs; give them or set beta to 0")
-    if settings.entropy_coef and entropy is None:
-        raise ValueError(f"entropy_coef={settings.entropy_coef} needs entropy; give it or use 0")
     tokens = _masked_tokens(
         logprobs=logprobs,
         old_logprobs=logprobs if old_logprobs is None else old_logprobs,
@@ -104,20 +98,13 @@ def policy_loss(
         level=settings.level,
     )
     coefficients = _token_coefficients(tokens, counts, settings.aggregation)
-    term, clip_low, clip_high = TERMS[name](tokens, settings)
+    term, clip_low, clip_high = term_of(tokens, settings)
     if keep is not None:
         term = torch.where(keep[tokens.sequence], term, 0.0)
     if tokens.weights is not None and name not in WEIGHTS_INSIDE:
         term = term * tokens.weights
     pg_loss = (coefficients * term).sum()
-    sums = {
-        "pg_loss": pg_loss.detach(),
-        "tokens": tokens.mask.sum(),
-        "sequences": (tokens.lengths > 0).sum(),
-        "clip_low": (clip_low & tokens.mask).sum(),
-        "clip_high": (clip_high & tokens.mask).sum(),
-        "ppo_kl": -tokens.log_ratio.detach().sum(),
-    }
+    sums = _metric_sums(pg_loss, tokens, clip_low, clip_high)
     loss = _add_kl(pg_loss, tokens, ref_logprobs, coefficients, settings, sums)
     loss = _add_entropy(loss, tokens, entropy, coefficients, settings, sums)
     return LossOutput(loss=loss, sums=sums)
@@ -174,6 +161,21 @@ def _token_coefficients(tokens: Tokens, counts: LossCounts, aggregation: str) ->
     return tokens.mask.to(dtype) / max(denominators[form], 1)
 
 
+def _metric_sums(
+    pg_loss: torch.Tensor, tokens: Tokens, clip_low: torch.Tensor, clip_high: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """pg_loss (over the loss's denominator); counts tokens, sequences (with a token), clip_low and
+    clip_high (tokens clipped in the direction of A); ppo_kl (old - current, sum over tokens)."""
+    return {
+        "pg_loss": pg_loss.detach(),
+        "tokens": tokens.mask.sum(),
+        "sequences": (tokens.lengths > 0).sum(),
+        "clip_low": (clip_low & tokens.mask).sum(),
+        "clip_high": (clip_high & tokens.mask).sum(),
+        "ppo_kl": -tokens.log_ratio.detach().sum(),
+    }
+
+
 def _add_kl(
     loss: torch.Tensor,
     tokens: Tokens,
@@ -184,6 +186,8 @@ def _add_kl(
 ) -> torch.Tensor:
     """loss + beta KL; its metrics go to `sums` whatever beta is."""
     if ref_logprobs is None:
+        if settings.beta:
+            raise ValueError(f"beta={settings.beta} needs ref_logprobs; give them or set beta 0")
         return loss
     ref = torch.where(tokens.mask, ref_logprobs.detach().reshape(-1), 0.0)
     with torch.set_grad_enabled(torch.is_grad_enabled() and settings.beta > 0):
@@ -212,6 +216,8 @@ def _add_entropy(
 ) -> torch.Tensor:
     """loss - entropy_coef H; the sum of H goes to `sums` whatever the coefficient is."""
     if entropy is None:
+        if settings.entropy_coef:
+            raise ValueError(f"entropy_coef={settings.entropy_coef} needs entropy; give it or 0")
         return loss
     masked = torch.where(tokens.mask, entropy.reshape(-1), 0.0)
     sums["entropy"] = masked.detach().sum()

@@ -106,3 +106,10 @@ TERMS: dict[str, Callable[[Tokens, LossSettings], Term]] = {
     "vespo": _vespo_term,
 }
 WEIGHTS_INSIDE = frozenset({"vespo"})  # the rollout weight is part of the term already
+
+
+def find_term(name: str) -> Callable[[Tokens, LossSettings], Term]:
+    """The term of loss `name`; raises ValueError listing the names."""
+    if name not in TERMS:
+        raise ValueError(f"loss {name!r} is unknown; use one of {list(TERMS)}")
+    return TERMS[name]
