@@ -1,0 +1,169 @@
+"""What a reward function is, and how one is found by its path.
+
+The contract: `reward(prompts, completions, **columns) -> list[float | None]`, plain or `async`.
+Every argument is a list with one entry per completion and is passed by name: `prompts` (rendered
+text), `completions` (text without special tokens), the dataset's other columns, `completion_ids`
+(ids as sampled) and `finished` (ended by an end-of-sequence token). A function without `**` gets
+only what it names. It judges each completion by itself and may be called again with fewer of them;
+None means "not rated", never 0. Left out: processes of their own, and models that score.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Scores = Sequence[float | None]
+RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+
+RULES = "megagrpo.rewards.rules"
+BUILT_IN = {"exact_match": f"{RULES}:exact_match", "math_answer": f"{RULES}:math_answer"}
+GIVEN = ("prompts", "completions", "completion_ids", "finished")
+"""Arguments that every call can have; a dataset column must not take their names."""
+
+# What the top level of somebody's module may raise when it is imported.
+_IMPORT_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward of a run."""
+
+    name: str  # in metrics and in Sample.rewards
+    function: RewardFunction
+    weight: float = 1.0  # factor in the total
+    timeout_s: float = 60.0  # seconds one call (one group) may take
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
+
+
+def load_reward(path: str) -> RewardFunction:
+    """The function behind `exact_match`, `math_answer`, `module:function` or `file.py:function`.
+
+    Raises ValueError with the path and the reason if it cannot be imported, is not callable or does
+    not take `prompts` and `completions`.
+    """
+    module_name, colon, function_name = BUILT_IN.get(path, path).rpartition(":")
+    if not colon or not module_name or not function_name:
+        raise ValueError(
+            f"reward path {path!r} is neither module:function nor file.py:function nor one of "
+            f"{', '.join(BUILT_IN)}"
+        )
+    try:
+        if module_name.endswith(".py"):
+            module = _import_file(Path(module_name))
+        else:
+            module = importlib.import_module(module_name)
+    except _IMPORT_FAULTS as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward path {path!r} does not import ({reason})") from error
+    function = vars(module).get(function_name)
+    if function is None:
+        raise ValueError(f"reward path {path!r}: {module_name} has no {function_name!r}")
+    if not callable(function):
+        kind = type(function).__name__
+        raise ValueError(f"reward path {path!r}: {function_name!r} is a {kind}, not a function")
+    refused = {"prompts", "completions"} - accepted_arguments(function, ("prompts", "completions"))
+    if refused:
+        raise ValueError(
+            f"reward path {path!r}: {function_name} must take prompts and completions, but has no "
+            f"parameter {' or '.join(sorted(refused))}"
+        )
+    return function
+
+
+def _import_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}, seen from {Path.cwd()}")
+    full = file.resolve()
+    # Named after the whole path: two files may share a name, and classes need their module.
+    name = f"{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None, f"no loader for {full}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except _IMPORT_FAULTS:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def accepted_arguments(function: RewardFunction, offered: Iterable[str]) -> set[str]:
+    """Those of the offered names that the function can be called with by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return set(offered)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in parameters if parameter.kind in by_name} & set(offered)
+
+
+def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
+    """ValueError if a reward needs a column that the dataset lacks, or a column takes a name of
+    ours; `columns` are the dataset's, without the prompt."""
+    columns = list(columns)
+    for name in columns:
+        if name in GIVEN:
+            raise ValueError(
+                f"dataset column {name!r} has a name that rewards get from us "
+                f"({', '.join(GIVEN)}); rename it"
+            )
+    for spec in specs:
+        if spec.function.__module__ == RULES and not {"answer", "reward_model"} & set(columns):
+            raise ValueError(
+                f"reward {spec.name!r} needs column 'answer' (or verl's 'reward_model'); the "
+                f"dataset has {', '.join(sorted(columns)) or 'no other column'}"
+            )
+        known = {*columns, *spec.kwargs, *GIVEN}
+        star = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        for parameter in inspect.signature(spec.function).parameters.values():
+            needed = parameter.kind not in star and parameter.default is parameter.empty
+            if needed and parameter.name not in known:
+                raise ValueError(
+                    f"reward {spec.name!r} needs column {parameter.name!r}; the dataset has "
+                    f"{', '.join(sorted(columns)) or 'no other column'}"
+                )
+
+
+def read_scores(answer: Any, size: int) -> list[float | None | str]:
+    """A function's answer as `size` scores; NaN becomes None, what is no score its complaint.
+
+    Text, infinities and non-numbers are no scores; of an answer of another length none is one.
+    """
+    values = None
+    if not isinstance(answer, str | bytes | Mapping) and isinstance(answer, Iterable):
+        values = list(answer)
+    if values is None or len(values) != size:
+        got = type(answer).__name__ if values is None else f"{len(values)} scores"
+        return [f"answered {got} for {size} completions"] * size
+    return [_read_score(value) for value in values]
+
+
+def _read_score(value: Any) -> float | None | str:
+    if value is None:
+        return None
+    try:
+        number = math.inf if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.inf
+    if math.isinf(number):
+        return f"answered {value!r}, which is no finite number"
+    return None if math.isnan(number) else number
