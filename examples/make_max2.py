@@ -1,7 +1,8 @@
 """Makes the quickstart's task and its start model: the larger of two numbers, "07,42>" -> "42".
 
     python examples/make_max2.py make OUT    # OUT/hf, OUT/train.jsonl, OUT/heldout.jsonl
-    python examples/make_max2.py score OUT MODEL
+    python examples/make_max2.py score OUT MODEL           # in plain transformers
+    python examples/make_max2.py summary RUN/metrics.jsonl  # before and after, from a run
 
 A few seconds on one core: a Qwen3 of 0.6 M parameters, a sentencepiece tokenizer trained on the
 spot and a short supervised warm start, so that about a third of the sampled answers are right and
@@ -103,7 +104,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 def warm_start_(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[Row], seed: int
 ) -> None:
-    """A short supervised run, 64 rows a step; only the answer and its end of sequence are trained."""
+    """A short supervised run, 64 rows a step, loss on the answer and its end of sequence."""
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
@@ -177,8 +178,19 @@ def score(out: Path, folder: Path) -> None:
     print(f"{folder} in transformers: held-out accuracy {greedy:.3f} greedy")
 
 
+def summary(metrics: Path) -> None:
+    """Print the mean reward of the first and last ten steps and the first and last evaluation."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    first, last = rewards[:10], rewards[-10:]
+    print(f"mean reward: {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f}")
+    for key in sorted({key for line in lines for key in line if key.startswith("val/")}):
+        values = [line[key] for line in lines if key in line]
+        print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after")
+
+
 def main() -> int:
-    """Read the command line and do one of the two."""
+    """Read the command line and do one of the three."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="write the task and the warm-started model")
@@ -187,11 +199,15 @@ def main() -> int:
     scoring = commands.add_parser("score", help="held-out accuracy of a HuggingFace folder")
     scoring.add_argument("out", type=Path, help="folder that `make` wrote")
     scoring.add_argument("model", type=Path)
+    summing = commands.add_parser("summary", help="before and after, from a run's metrics")
+    summing.add_argument("metrics", type=Path)
     args = parser.parse_args()
     if args.command == "make":
         make(args.out, args.seed)
-    else:
+    elif args.command == "score":
         score(args.out, args.model)
+    else:
+        summary(args.metrics)
     return 0
 
 
