@@ -68,40 +68,6 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(f"{folder}: the tokenizer does not load: {reason:.300}") from error
 
 
-def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-    """The text of the ids."""
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """A dataset ready to draw from."""
-
-    prompts: tuple[Prompt, ...]
-    dropped_overlong: int  # rows left out because the prompt is too long
-    first_rendered: str  # the first prompt as the model sees it, special tokens shown
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in a folder; its own code is never run.
-
-    Raises ValueError if the folder is missing or holds no tokenizer.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"no tokenizer folder {folder}; set model.tokenizer or model.path to one")
-    from transformers import AutoTokenizer  # takes seconds; only ranks that read text pay
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ValueError(
-            f"{folder} holds no tokenizer that transformers reads: {reason}"
-        ) from error
-
-
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Text of sampled ids without special tokens, spaces left as they are."""
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -54,6 +54,11 @@ class RewardSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
 
 
+def reward_name(path: str) -> str:
+    """The name of a reward that was given none: the function's, e.g. "score" of `my.py:score`."""
+    return path.rpartition(":")[2]
+
+
 def load_reward(path: str) -> RewardFunction:
     """The function behind `exact_match`, `math_answer`, `module:function` or `file.py:function`.
 
