@@ -1,8 +1,9 @@
-"""One way to call megatron-core 0.16 to 0.19: keywords only, filtered by what the version knows.
+"""One way to call megatron-core 0.16 to 0.19: by keyword, filtered by what the version knows.
 
 Constructors and functions gain and lose arguments between those versions, some in the middle of the
-list. `call` drops the keywords that the installed version does not have, but only those that are
-declared here as version-dependent: a misspelt keyword stays an error.
+list; only leading ones that never moved may be positional. `call` drops the keywords that the
+installed version does not have, but only those that are declared here as version-dependent: a
+misspelt keyword stays an error.
 """
 
 import dataclasses
@@ -18,7 +19,9 @@ _OPTIONAL = {
     "async_tensor_model_parallel_allreduce",
     # gone in 0.17
     "moe_use_legacy_grouped_gemm",
-    # new in 0.17 to 0.19
+    # new in one of 0.16 to 0.19
+    "content_metadata",
+    "async_strategy",
     "tp_group",
     "full_param_layout",
     "schedule_pg_collection",
@@ -35,8 +38,8 @@ def check_version() -> None:
         )
 
 
-def call(function: Callable[..., Any], **keywords: Any) -> Any:
-    """`function(**keywords)` without the version-dependent keywords that it does not take.
+def call(function: Callable[..., Any], *leading: Any, **keywords: Any) -> Any:
+    """`function(*leading, **keywords)` less the version-dependent keywords that it does not take.
 
     Raises TypeError for any other unknown keyword.
     """
@@ -45,9 +48,9 @@ def call(function: Callable[..., Any], **keywords: Any) -> Any:
     else:
         parameters = inspect.signature(function).parameters
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-            return function(**keywords)
+            return function(*leading, **keywords)
         known = set(parameters)
     kept = {
         name: value for name, value in keywords.items() if name in known or name not in _OPTIONAL
     }
-    return function(**kept)
+    return function(*leading, **kept)

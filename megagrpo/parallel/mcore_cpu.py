@@ -37,6 +37,12 @@ _STRINGS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
+# Said on every start, about a GPU that is not there.
+_IDLE_WARNINGS = (
+    ".*(Transformer Engine|Apex).*Falling back to",
+    ".*set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    "full scope is deprecated. Use empty cuda_graph_scope",
+)
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": mcore_repairs.disable_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": mcore_repairs.define_te_general_gemm,
@@ -156,5 +162,6 @@ def install() -> None:
             "megatron.core is imported already; call megagrpo.parallel.mcore_cpu.install() before"
         )
     if not platform.is_cuda():
-        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*Falling back to")
+        for message in _IDLE_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
     sys.meta_path.insert(0, _Finder())
