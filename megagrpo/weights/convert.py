@@ -1,13 +1,187 @@
-"""Moves weights between files and parameters, and converts checkpoints, one tensor at a time."""
+"""Converts checkpoint folders and fills the parameters of one rank, one tensor at a time.
 
-from collections.abc import Collection, Mapping, Sequence
+Everything walks the slices of `table.py`; nothing needs a process group, a model or megatron.
+`hf_to_megatron` and `megatron_to_hf` work on folders, `load_rank_` and `load_local_` on parameters.
+Left out: reading configs (the caller passes a `ModelShape`), comparing (`verify.py`), optimizer
+state.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from megagrpo.types import Coordinates, Layout, ModelShape, TensorSource
-from megagrpo.weights.accounting import check_names, check_shapes, valid_boxes
-from megagrpo.weights.slices import Slice, from_hf, index, uncovered, volume, whole
-from megagrpo.weights.table import EMBEDDING, HEAD, PAD_MULTIPLE, expand, local_shapes
+from megagrpo import log
+from megagrpo.types import Coordinates, Layout, ModelShape, TensorInfo, TensorSource
+from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
+from megagrpo.weights.folders import copy_side_files, staged
+from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource, stored_key
+from megagrpo.weights.safetensors_io import HFSource, HFWriter
+from megagrpo.weights.slices import (
+    Slice,
+    by_megatron,
+    cast,
+    from_hf,
+    gather,
+    index,
+    uncovered,
+    volume,
+    whole,
+)
+from megagrpo.weights.table import (
+    EMBEDDING,
+    FUSED,
+    HEAD,
+    PAD_MULTIPLE,
+    expand,
+    fused_rows,
+    fused_shape,
+    fused_slices,
+    local_shapes,
+    stored_boxes,
+)
+from megagrpo.weights.torch_dist import TorchDistWriter
+from megagrpo.weights.verify import check_source
+
+# Modules of Megatron's local layer spec that keep an (empty) extra state in checkpoints.
+EMPTY_STATES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+PROGRESS_SECONDS = 5.0
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did."""
+
+    tensors: int
+    nbytes: int  # of the result's weights
+    casts: Mapping[str, int] = field(default_factory=dict)  # "float32 -> bfloat16": tensors
+    ignored: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # side files copied
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        casts = ", ".join(f"{count} {name}" for name, count in self.casts.items()) or "none"
+        extra = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
+        files = f"; side files: {', '.join(self.files)}" if self.files else ""
+        return f"{self.tensors} tensors, {self.nbytes} bytes; casts: {casts}{extra}{files}"
+
+
+def hf_to_megatron(
+    hf: Path, out: Path, shape: ModelShape, dtype: torch.dtype | None = None
+) -> Summary:
+    """Write `out`, a torch_dist checkpoint, from the HuggingFace folder `hf`; side files go to
+    out/hf.
+
+    Every tensor keeps its dtype unless `dtype` is given: a fused tensor is stored in a dtype that
+    holds all of its parts exactly, and parts that were narrower are noted. Raises ValueError before
+    anything is written if the source does not fit `shape`.
+    """
+    source = HFSource(hf)
+    check_layout(shape, FUSED[0], "te", multiple=1)
+    infos = {info.name: info for info in check_source(source, shape)}
+    parts = by_megatron(fused_slices(shape))
+    wanted = {name: dtype or info.dtype for name, info in infos.items()}
+    dtypes, noted = _stored_dtypes(parts, wanted)
+    with staged(out, hf) as folder:
+        writer = TorchDistWriter(folder)
+        for name, row in _with_progress(fused_rows(shape)):
+            key, layer = stored_key(name)
+            full = fused_shape(shape, row)
+            for box in stored_boxes(shape, row):
+                tensor = gather(box, from_hf(parts[name]), source.read, dtypes[key])
+                if layer is None:
+                    writer.write(key, full, box, tensor)
+                else:
+                    stacked = ((layer, layer + 1), *box)
+                    writer.write(key, (shape.num_layers, *full), stacked, tensor.unsqueeze(0))
+        for name in EMPTY_STATES:
+            writer.write_empty_state(f"decoder.layers.{name}", shape.num_layers)
+        files = copy_side_files(hf, folder / "hf", dtype)
+        writer.close({HF_DTYPES: noted, "content_metadata": {"singleton_local_shards": False}})
+    left_out = {info.name for info in source.tensors()} - set(infos)
+    return _summary(list(infos.values()), dtype, left_out, files)
+
+
+def megatron_to_hf(
+    megatron: Path,
+    out: Path,
+    shape: ModelShape,
+    template: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 << 30,
+) -> Summary:
+    """Write `out`, a HuggingFace folder, from the torch_dist checkpoint `megatron`; side files come
+    from the folder `template`, which needs no weights.
+
+    Tensors keep the dtype that they came with unless `dtype` is given. Raises ValueError before
+    anything is written if the checkpoint does not fit `shape`.
+    """
+    source = MegatronSource(megatron, shape)
+    infos = check_source(source, shape)
+    planned = [TensorInfo(info.name, info.shape, dtype or info.dtype) for info in infos]
+    with staged(out, megatron, template) as folder:
+        writer = HFWriter(folder, planned, shard_bytes)
+        for info in _with_progress(planned):
+            tensor = source.read(info.name, whole(info.shape))
+            writer.write(info.name, cast(tensor, info.dtype, info.name))
+        writer.close()
+        files = copy_side_files(template, folder, dtype)
+    left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
+    return _summary(infos, dtype, left_out, files)
+
+
+def _stored_dtypes(
+    parts: Mapping[str, list[Slice]], wanted: Mapping[str, torch.dtype]
+) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """(dtype of every stored key, HuggingFace tensors that are stored wider than they are): a key
+    has one dtype, which must hold all of its parts exactly."""
+    held: dict[str, set[str]] = {}
+    for name, pieces in parts.items():
+        held.setdefault(stored_key(name)[0], set()).update(piece.hf for piece in pieces)
+    stored: dict[str, torch.dtype] = {}
+    noted: dict[str, torch.dtype] = {}
+    for key, names in held.items():
+        first, *others = sorted(names)
+        stored[key] = wanted[first]
+        for name in others:
+            stored[key] = torch.promote_types(stored[key], wanted[name])
+        noted |= {name: wanted[name] for name in names if wanted[name] != stored[key]}
+    return stored, noted
+
+
+def _summary(
+    infos: Sequence[TensorInfo],
+    dtype: torch.dtype | None,
+    ignored: Collection[str],
+    files: Sequence[str],
+) -> Summary:
+    final = [(info, dtype or info.dtype) for info in infos]
+    short = {
+        kind: str(kind).removeprefix("torch.") for info, to in final for kind in (info.dtype, to)
+    }
+    casts = Counter(f"{short[info.dtype]} -> {short[to]}" for info, to in final if info.dtype != to)
+    nbytes = sum(volume(whole(info.shape)) * to.itemsize for info, to in final)
+    return Summary(len(infos), nbytes, casts, tuple(sorted(ignored)), tuple(files))
+
+
+def _with_progress(items: Sequence[Item]) -> Iterator[Item]:
+    """The items, with a line of progress every PROGRESS_SECONDS."""
+    said = time.monotonic()
+    for done, item in enumerate(items, start=1):
+        yield item
+        if time.monotonic() - said > PROGRESS_SECONDS:
+            said = time.monotonic()
+            log.info(f"{done} of {len(items)} tensors")
 
 
 def load_rank_(
@@ -22,8 +196,8 @@ def load_rank_(
 ) -> None:
     """Fill all parameters of one rank's GPTModel, in place; names and shapes are checked first.
 
-    Raises ValueError naming the parameter whose name or shape is not the table's, else as
-    `load_local_`.
+    Raises ValueError naming the parameter whose name or shape is not the table's, as `check_source`
+    for a source that does not fit the model, else as `load_local_`.
     """
     shapes = local_shapes(shape, layout, coords, profile, multiple=multiple)
     check_names("Megatron parameter", shapes, named_parameters)
@@ -32,6 +206,7 @@ def load_rank_(
     )
     filled = valid_boxes(shape, shapes, coords.tp)
     padding_only = [name for name, box in filled.items() if volume(box) == 0]
+    check_source(source, shape)
     slices = expand(shape, layout, coords, profile, multiple=multiple)
     load_local_(named_parameters, source, slices, padding_only=padding_only)
 
@@ -51,9 +226,7 @@ def load_local_(
     but padding on this rank. Raises ValueError naming the tensor if a parameter has no slices, a
     slice no parameter, an element is not covered, or the source lacks a tensor.
     """
-    by_name: dict[str, list[Slice]] = {name: [] for name in padding_only}
-    for piece in slices:
-        by_name.setdefault(piece.megatron, []).append(piece)
+    by_name: dict[str, list[Slice]] = {name: [] for name in padding_only} | by_megatron(slices)
     check_names("Megatron parameter", by_name, named_parameters)
     infos = {info.name for info in source.tensors()}
     for name, parameter in named_parameters.items():

@@ -122,7 +122,7 @@ class HFWriter:
         if info is self._shards[shard][0]:
             self._start(shard)
         assert self._file is not None, "a shard starts with its first tensor"
-        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._next += 1
 
     def close(self) -> None:

@@ -124,6 +124,14 @@ def corner(box: Box) -> tuple[int, ...]:
     return tuple(start for start, _ in box)
 
 
+def by_megatron(slices: Iterable[Slice]) -> dict[str, list[Slice]]:
+    """The slices of every Megatron tensor."""
+    grouped: dict[str, list[Slice]] = {}
+    for piece in slices:
+        grouped.setdefault(piece.megatron, []).append(piece)
+    return grouped
+
+
 def from_hf(slices: Iterable[Slice]) -> list[Part]:
     """Parts of one Megatron tensor, to be read from HuggingFace tensors."""
     return [Part(at=s.megatron_box, name=s.hf, box=s.hf_box) for s in slices]
@@ -139,7 +147,8 @@ def gather(
 ) -> torch.Tensor:
     """Box of a wanted tensor put together from the parts of a source.
 
-    Returns a contiguous CPU tensor of `dtype`; raises ValueError if the parts do not cover the box.
+    Returns a contiguous CPU tensor of `dtype`; raises ValueError if the parts do not cover the box,
+    or if a value is beyond the range of `dtype`.
     """
     found = []
     for part in parts:
@@ -148,9 +157,19 @@ def gather(
             found.append((common, part.name, translate(common, part.at, part.box)))
     check_cover(box, [common for common, _, _ in found], "gather")
     if len(found) == 1:
-        return read(found[0][1], found[0][2]).to(dtype).contiguous()
+        return cast(read(found[0][1], found[0][2]), dtype, found[0][1]).contiguous()
     result = torch.empty(extent(box), dtype=dtype)
     for common, name, source_box in found:
         place = translate(common, box, whole(extent(box)))
-        result[index(place)] = read(name, source_box).to(dtype)
+        result[index(place)] = cast(read(name, source_box), dtype, name)
+    return result
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Change the dtype; a finite number that would become infinite is an error."""
+    if tensor.dtype == dtype:
+        return tensor
+    result = tensor.to(dtype)
+    if bool((tensor.isfinite() & ~result.isfinite()).any()):
+        raise ValueError(f"{name} has values beyond the range of {dtype}; choose a wider dtype")
     return result

@@ -41,47 +41,41 @@ class Row:
     local: str | None = None  # name in the local spec where it differs from the canonical one
 
 
-LAYER = "decoder.layers.{i}."
-HF_LAYER = "model.layers.{i}."
-_QKV = tuple(HF_LAYER + f"self_attn.{letter}_proj." for letter in "qkv")
+def _layer(kind: str, megatron: str, *hf: str, local: str | None = None) -> Row:
+    base, hf_base = "decoder.layers.{i}.", "model.layers.{i}."
+    return Row(
+        kind,
+        base + megatron,
+        tuple(hf_base + name for name in hf),
+        local=base + local if local else None,
+    )
+
+
+def _qkv(leaf: str) -> tuple[str, ...]:
+    return tuple(f"self_attn.{letter}_proj.{leaf}" for letter in "qkv")
+
 
 EMBEDDING_ROW = Row("vocab", EMBEDDING, (HF_EMBEDDING,), where="first")
 LAYER_ROWS = (
-    Row(
+    _layer(
         "replicated",
-        LAYER + "self_attention.linear_qkv.layer_norm_weight",
-        (HF_LAYER + "input_layernorm.weight",),
-        local=LAYER + "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "input_layernorm.weight",
+        local="input_layernorm.weight",
     ),
-    Row("qkv", LAYER + "self_attention.linear_qkv.weight", tuple(q + "weight" for q in _QKV)),
-    Row("qkv", LAYER + "self_attention.linear_qkv.bias", tuple(q + "bias" for q in _QKV)),
-    Row(
+    _layer("qkv", "self_attention.linear_qkv.weight", *_qkv("weight")),
+    _layer("qkv", "self_attention.linear_qkv.bias", *_qkv("bias")),
+    _layer("replicated", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer("replicated", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    _layer("row", "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    _layer(
         "replicated",
-        LAYER + "self_attention.q_layernorm.weight",
-        (HF_LAYER + "self_attn.q_norm.weight",),
+        "mlp.linear_fc1.layer_norm_weight",
+        "post_attention_layernorm.weight",
+        local="pre_mlp_layernorm.weight",
     ),
-    Row(
-        "replicated",
-        LAYER + "self_attention.k_layernorm.weight",
-        (HF_LAYER + "self_attn.k_norm.weight",),
-    ),
-    Row(
-        "row",
-        LAYER + "self_attention.linear_proj.weight",
-        (HF_LAYER + "self_attn.o_proj.weight",),
-    ),
-    Row(
-        "replicated",
-        LAYER + "mlp.linear_fc1.layer_norm_weight",
-        (HF_LAYER + "post_attention_layernorm.weight",),
-        local=LAYER + "pre_mlp_layernorm.weight",
-    ),
-    Row(
-        "gate_up",
-        LAYER + "mlp.linear_fc1.weight",
-        (HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight"),
-    ),
-    Row("row", LAYER + "mlp.linear_fc2.weight", (HF_LAYER + "mlp.down_proj.weight",)),
+    _layer("gate_up", "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("row", "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
 FINAL_ROW = Row("replicated", "decoder.final_layernorm.weight", ("model.norm.weight",), "last")
 HEAD_ROW = Row("vocab", HEAD, (HF_HEAD,), where="last")
@@ -104,10 +98,7 @@ def rows(shape: ModelShape, stages: int = 1) -> list[Row]:
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = PAD_MULTIPLE) -> int:
-    """Least multiple of tp * multiple that holds `vocab` rows; applying it twice changes nothing.
-
-    Example: padded_vocab(131, 2, 8) = 144.
-    """
+    """Least multiple of tp * multiple >= vocab (131, 2, 8 gives 144); twice changes nothing."""
     unit = tp * multiple
     return -(-vocab // unit) * unit
 
@@ -162,6 +153,20 @@ def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
     return [TensorInfo(name, hf_shape(shape, name), dtype) for name in names]
 
 
+FUSED = (Layout(world=1), Coordinates(tp=0, pp=0, dp=0))
+
+
+def fused_slices(shape: ModelShape) -> list[Slice]:
+    """Slices of the uncut, unpadded Megatron tensors, named by global layer: what a distributed
+    checkpoint holds."""
+    return expand(shape, *FUSED, "te", multiple=1)
+
+
+def fused_rows(shape: ModelShape) -> list[tuple[str, Row]]:
+    """(name by global layer, row) of every uncut Megatron tensor, in order."""
+    return [(name, row) for row, name, _ in _placed_rows(shape, *FUSED, "te")]
+
+
 def fused_shape(shape: ModelShape, row: Row) -> tuple[int, ...]:
     """Shape of the row's Megatron tensor before any cut and padding."""
     first = hf_shape(shape, row.hf[0])
@@ -194,9 +199,8 @@ def _cuts(shape: ModelShape, row: Row, tp: int, rank: int, multiple: int) -> lis
     full = fused_shape(shape, row)
     if row.kind == "replicated":
         return [(whole(full), whole(full))]
-    dim = 1 if row.kind == "row" else 0
+    dim, halves = _cut_axis(row)
     size = padded_vocab(full[0], tp, multiple) if row.kind == "vocab" else full[dim]
-    halves = 2 if row.kind == "gate_up" else 1
     assert size % (tp * halves) == 0, f"{row.megatron}: {size} rows do not divide by tp={tp}"
     share = size // halves // tp
     cuts = []
@@ -207,6 +211,29 @@ def _cuts(shape: ModelShape, row: Row, tp: int, rank: int, multiple: int) -> lis
         local[dim] = (half * share, (half + 1) * share)
         cuts.append((tuple(fused), tuple(local)))
     return cuts
+
+
+def _cut_axis(row: Row) -> tuple[int, int]:
+    """(dimension that tensor parallelism cuts, how many stretches of it are cut separately)."""
+    return (1 if row.kind == "row" else 0), (2 if row.kind == "gate_up" else 1)
+
+
+def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
+    """The fused tensor in up to `count` pieces along the axis of tensor parallelism, for storage:
+    a reader of a distributed checkpoint loads whole stored pieces."""
+    full = fused_shape(shape, row)
+    if row.kind == "replicated":
+        return [whole(full)]
+    dim, halves = _cut_axis(row)
+    size = full[dim] // halves
+    step = -(-size // count)
+    boxes = []
+    for half in range(halves):
+        for start in range(half * size, (half + 1) * size, step):
+            box = list(whole(full))
+            box[dim] = (start, min(start + step, (half + 1) * size))
+            boxes.append(tuple(box))
+    return boxes
 
 
 def _placed_rows(
@@ -239,8 +266,7 @@ def expand(
     """Slices of one rank's GPTModel, under that rank's own parameter names.
 
     `profile` "local" names norms as Megatron's local layer spec, "te" as Transformer Engine's fused
-    modules. Raises ValueError if the model cannot be cut that way. The fused checkpoint tensors are
-    `expand(shape, Layout(1), Coordinates(0, 0, 0), "te", multiple=1)`.
+    modules. Raises ValueError if the model cannot be cut that way.
     """
     check_tp(shape, layout.tp)
     slices = []

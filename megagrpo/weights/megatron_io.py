@@ -1,0 +1,113 @@
+"""Megatron-Core distributed checkpoints under HuggingFace names.
+
+A checkpoint holds the fused Megatron tensors of `table.py`; layers are stacked on a leading axis:
+"decoder.layers.mlp.linear_fc2.weight" is [layers, hidden, ffn]. It has no layout: what was saved at
+any TP and PP reads the same. The file format is in `torch_dist.py`. Left out: per-layer ("non
+homogeneous") keys and experts.
+"""
+
+import pickle
+import re
+from pathlib import Path
+
+import torch
+
+from megagrpo.types import Box, ModelShape, TensorInfo
+from megagrpo.weights.accounting import EXTRA_STATE, check_names
+from megagrpo.weights.slices import Slice, from_megatron, gather, whole
+from megagrpo.weights.table import (
+    HEAD,
+    HEAD_ROW,
+    HF_HEAD,
+    fused_rows,
+    fused_shape,
+    fused_slices,
+    hf_manifest,
+)
+from megagrpo.weights.torch_dist import StoredTensors
+
+HF_DTYPES = "megagrpo_hf_dtypes"  # common.pt: dtypes of tensors stored wider than they were
+LAYER_KEY = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def stored_key(name: str) -> tuple[str, int | None]:
+    """(stored key, layer) of a fused tensor's name; layers share one stacked key."""
+    match = LAYER_KEY.match(name)
+    if match is None:
+        return name, None
+    return "decoder.layers." + name[match.end() :], int(match.group(1))
+
+
+class MegatronSource:
+    """TensorSource over a `torch_dist` folder under HuggingFace names, saved from any layout.
+
+    Raises ValueError if the model keys do not fit `shape` (missing and unknown ones listed;
+    optimizer state and `_extra_state` are not model keys). Vocabulary padding is cut off. A stored
+    head of a tied model is listed too, so that the caller can compare it with the embedding.
+    """
+
+    def __init__(self, folder: str | Path, shape: ModelShape) -> None:
+        self.stored = StoredTensors(folder)
+        fused = fused_rows(shape)
+        slices = fused_slices(shape)
+        manifest = hf_manifest(shape, shape.dtype)
+        if shape.tied and HEAD in self.stored.shapes:
+            fused.append((HEAD, HEAD_ROW))
+            full = whole(fused_shape(shape, HEAD_ROW))
+            slices.append(Slice(HF_HEAD, full, HEAD, full))
+            manifest.append(TensorInfo(HF_HEAD, fused_shape(shape, HEAD_ROW), shape.dtype))
+        keys = [key for key in self.stored.shapes if not EXTRA_STATE.search(key)]
+        check_names(f"{folder}", {stored_key(name)[0] for name, _ in fused}, keys)
+        for name, row in fused:
+            self._check_shape(name, fused_shape(shape, row), shape.num_layers, row.kind == "vocab")
+        self._slices: dict[str, list[Slice]] = {}
+        for piece in slices:
+            self._slices.setdefault(piece.hf, []).append(piece)
+        narrow = _recorded_dtypes(Path(folder))
+        self._infos = {
+            info.name: TensorInfo(
+                info.name, info.shape, narrow.get(info.name, self._stored_dtype(info.name))
+            )
+            for info in manifest
+        }
+
+    def tensors(self) -> list[TensorInfo]:
+        """Every tensor of the model in HuggingFace order, in the dtype it came with."""
+        return list(self._infos.values())
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """That region of a HuggingFace tensor, contiguous, on CPU."""
+        if name not in self._infos:
+            raise KeyError(f"the checkpoint has no tensor {name}")
+        parts = from_megatron(self._slices[name])
+        return gather(box, parts, self.read_fused, self._infos[name].dtype)
+
+    def read_fused(self, name: str, box: Box) -> torch.Tensor:
+        """That region of a fused Megatron tensor, in the stored dtype."""
+        key, layer = stored_key(name)
+        if layer is None:
+            return self.stored.read(key, box)
+        return self.stored.read(key, ((layer, layer + 1), *box))[0]
+
+    def _stored_dtype(self, hf: str) -> torch.dtype:
+        return self.stored.dtypes[stored_key(self._slices[hf][0].megatron)[0]]
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], layers: int, vocab: bool) -> None:
+        key, layer = stored_key(name)
+        expected = shape if layer is None else (layers, *shape)
+        found = self.stored.shapes[key]
+        fits = found == expected or (vocab and found[0] > shape[0] and found[1:] == shape[1:])
+        if not fits:
+            raise ValueError(f"{key} has shape {list(found)}, expected {list(expected)}")
+
+
+def _recorded_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Dtypes that the converter noted; a checkpoint from elsewhere has none."""
+    path = folder / "common.pt"
+    if not path.is_file():
+        return {}
+    try:
+        common = torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        return {}  # objects of a training run: not ours, and never unpickled here
+    return dict(common.get(HF_DTYPES, {})) if isinstance(common, dict) else {}

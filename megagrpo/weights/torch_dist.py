@@ -1,0 +1,261 @@
+"""The `torch_dist` file format of Megatron-Core, read and written without megatron.
+
+It is torch's distributed checkpoint: `.metadata` (a pickle of names, sizes and chunks), `*.distcp`
+(one `torch.save` blob per chunk), and Megatron's own `metadata.json` and `common.pt`. Pickles are
+untrusted: only the listed classes load. Left out: what the keys mean (`megatron_io.py`), reading
+objects, optimizer state, and legacy per-rank files.
+"""
+
+import io
+import json
+import pickle
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch 2.x: DCP pickles this one
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megagrpo.types import Box
+from megagrpo.weights.slices import (
+    check_cover,
+    corner,
+    extent,
+    index,
+    intersect,
+    translate,
+    volume,
+    whole,
+)
+
+# Other state of a training checkpoint: never model weights, by exact prefix.
+OTHER_STATE = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine_state")
+SAFE_GLOBALS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "uint8", "bool"}
+    | {"int8", "int16", "int32", "int64"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Only names of the list above; nothing that could run code of the file's choice."""
+        if name not in SAFE_GLOBALS.get(module, ()):
+            raise ValueError(f".metadata refers to {module}.{name}, which is not allowed")
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored box and where its blob lies."""
+
+    box: Box
+    file: str
+    offset: int  # bytes
+    length: int  # bytes
+
+
+class StoredTensors:
+    """Every tensor of a `torch_dist` folder under its stored key, read box by box.
+
+    Raises ValueError naming file or key if the folder is incomplete, a class is not allowed, or the
+    chunks of a tensor do not cover it exactly once. `cache_bytes` bounds the blobs kept, None keeps
+    one layer of the largest stacked tensor: enough to read q, k and v out of one fused tensor.
+    """
+
+    def __init__(self, folder: str | Path, cache_bytes: int | None = None) -> None:
+        self._folder = Path(folder)
+        _check_backend(self._folder)
+        metadata = _read_metadata(self._folder / ".metadata")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._chunks: dict[str, dict[int, list[_Chunk]]] = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not OTHER_STATE.match(key):
+                self._add(key, entry, metadata.storage_data)
+        layers = [
+            volume(whole(shape[1:])) * self.dtypes[key].itemsize
+            for key, shape in self.shapes.items()
+            if key.startswith("decoder.layers.")
+        ]
+        self._cache_limit = max(layers, default=0) if cache_bytes is None else cache_bytes
+        self._cache: OrderedDict[_Chunk, torch.Tensor] = OrderedDict()
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """That region of a stored tensor, contiguous, in the stored dtype."""
+        result = torch.empty(extent(box), dtype=self.dtypes[key])
+        chunks: dict[_Chunk, None] = {}
+        for row in range(*box[0]):
+            chunks.update(dict.fromkeys(self._chunks[key].get(row, ())))
+        for chunk in chunks:
+            common = intersect(box, chunk.box)
+            if common is not None:
+                blob = self._blob(chunk)
+                place = translate(common, box, whole(extent(box)))
+                inside = translate(common, chunk.box, whole(extent(chunk.box)))
+                result[index(place)] = blob[index(inside)]
+        return result
+
+    def _add(self, key: str, entry: TensorStorageMetadata, storage: dict[Any, Any]) -> None:
+        self.shapes[key] = tuple(entry.size)
+        self.dtypes[key] = entry.properties.dtype
+        chunks = []
+        for stored in entry.chunks:
+            where = storage.get(MetadataIndex(key, stored.offsets))
+            if where is None:
+                raise ValueError(f"{self._folder}: {key} has no data at {list(stored.offsets)}")
+            if Path(where.relative_path).name != where.relative_path:
+                raise ValueError(f"{self._folder}: {where.relative_path!r} is no plain file name")
+            pairs = zip(stored.offsets, stored.sizes, strict=True)
+            box = tuple((start, start + size) for start, size in pairs)
+            chunks.append(_Chunk(box, where.relative_path, where.offset, where.length))
+        check_cover(whole(entry.size), [chunk.box for chunk in chunks], f"{self._folder}: {key}")
+        by_row: dict[int, list[_Chunk]] = {}
+        for chunk in chunks:
+            for row in range(*chunk.box[0]):
+                by_row.setdefault(row, []).append(chunk)
+        self._chunks[key] = by_row
+
+    def _blob(self, chunk: _Chunk) -> torch.Tensor:
+        if chunk in self._cache:
+            self._cache.move_to_end(chunk)
+            return self._cache[chunk]
+        tensor = _load_blob(self._folder / chunk.file, chunk)
+        self._cache[chunk] = tensor
+        while sum(t.nbytes for t in self._cache.values()) > self._cache_limit:
+            self._cache.popitem(last=False)
+        return tensor
+
+
+def _check_backend(folder: Path) -> None:
+    for name in ("metadata.json", ".metadata"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no finished torch_dist checkpoint: {name} is missing")
+    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(f"{folder}: sharded_backend is {backend!r}; only 'torch_dist' is read")
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is broken: {error}") from None
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} holds a {type(metadata).__name__}, not checkpoint metadata")
+    return metadata
+
+
+def _load_blob(path: Path, chunk: _Chunk) -> torch.Tensor:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    with path.open("rb") as file:
+        file.seek(chunk.offset)
+        data = file.read(chunk.length)
+    try:
+        tensor = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path}: blob at {chunk.offset} is refused: {reason}") from None
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != extent(chunk.box):
+        raise ValueError(f"{path}: blob at {chunk.offset} is no tensor of {extent(chunk.box)}")
+    return tensor
+
+
+class TorchDistWriter:
+    """Streams a `torch_dist` checkpoint: chunks in any order, `close` writes the metadata last."""
+
+    def __init__(self, folder: str | Path, file_bytes: int = 4 << 30) -> None:
+        self._folder = Path(folder)
+        self._file_bytes = file_bytes
+        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._files = 0
+        self._file: IO[bytes] | None = None
+
+    def write(self, key: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor) -> None:
+        """One chunk of the stored tensor `key` of full `shape`."""
+        assert tuple(tensor.shape) == extent(box), f"{key}: {tuple(tensor.shape)} for box {box}"
+        entry = self._tensors.setdefault(
+            key,
+            TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), []),
+        )
+        assert isinstance(entry, TensorStorageMetadata), f"{key} is an object"
+        assert entry.properties.dtype == tensor.dtype, f"{key}: chunks of different dtypes"
+        offsets = torch.Size(corner(box))
+        entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(extent(box))))
+        owned = tensor.contiguous()
+        if owned.untyped_storage().nbytes() != owned.nbytes:
+            owned = owned.clone()  # torch.save writes the whole storage behind a view
+        self._storage[MetadataIndex(key, offsets)] = self._append(owned)
+
+    def write_empty_state(self, name: str, layers: int) -> None:
+        """The empty `_extra_state` of a module of every layer, which Megatron asks for."""
+        for layer in range(layers):
+            key = f"{name}._extra_state/shard_{layer}_{layers}"
+            self._tensors[key] = BytesStorageMetadata()
+            self._storage[MetadataIndex(key)] = self._append([None])
+
+    def close(self, common: dict[str, Any]) -> None:
+        """Write common.pt, metadata.json and, last, `.metadata`."""
+        if self._file is not None:
+            self._file.close()
+        torch.save(common, self._folder / "common.pt")
+        backends = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (self._folder / "metadata.json").write_text(json.dumps(backends))
+        metadata = Metadata(
+            state_dict_metadata=self._tensors,
+            storage_data=self._storage,
+            storage_meta=StorageMeta(),
+            version="1.0.0",
+        )
+        with (self._folder / ".metadata").open("wb") as file:
+            pickle.dump(metadata, file)
+
+    def _append(self, value: Any) -> _StorageInfo:
+        if self._file is None or self._file.tell() > self._file_bytes:
+            if self._file is not None:
+                self._file.close()
+            self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
+            self._files += 1
+        blob = io.BytesIO()
+        torch.save(value, blob)
+        start = self._file.tell()
+        self._file.write(blob.getbuffer())
+        return _StorageInfo(f"__0_{self._files - 1}.distcp", start, blob.getbuffer().nbytes)

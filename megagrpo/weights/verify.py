@@ -1,0 +1,123 @@
+"""Compares: a source against the model's shape, and two folders byte by byte, both directions.
+
+Comparison is by bytes, so a NaN equals itself and -0.0 differs from 0.0. Left out: logits; those
+are `model/parity.py`'s.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megagrpo.types import Box, ModelShape, TensorInfo, TensorSource
+from megagrpo.weights.accounting import check_names, check_shapes
+from megagrpo.weights.megatron_io import MegatronSource, stored_key
+from megagrpo.weights.safetensors_io import HFSource
+from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, whole
+from megagrpo.weights.table import (
+    HF_EMBEDDING,
+    HF_HEAD,
+    fused_rows,
+    fused_shape,
+    fused_slices,
+    hf_manifest,
+    stored_boxes,
+)
+
+IGNORED = (".rotary_emb.inv_freq",)  # buffers of old Llama files, computed from the config
+BLOCK_BYTES = 32 << 20  # how much of a tensor is compared at a time
+
+
+def check_source(source: TensorSource, shape: ModelShape) -> list[TensorInfo]:
+    """The tensors of the model that `source` holds, after names and shapes were checked.
+
+    Raises ValueError listing missing and unknown names, naming a wrong shape, or naming both keys
+    if a tied model comes with a head that differs from its embedding (an equal one is ignored).
+    """
+    infos = {i.name: i for i in source.tensors() if not i.name.endswith(IGNORED)}
+    expected = {info.name: info for info in hf_manifest(shape, shape.dtype)}
+    if shape.tied and HF_HEAD in infos and HF_EMBEDDING in infos:
+        head = infos.pop(HF_HEAD)
+        if not _same(source, head, source, infos[HF_EMBEDDING]):
+            raise ValueError(
+                f"tie_word_embeddings is true, but {HF_HEAD} differs from {HF_EMBEDDING}"
+            )
+    check_names("HuggingFace", expected, infos)
+    check_shapes(
+        "tensor",
+        {name: info.shape for name, info in expected.items()},
+        {name: info.shape for name, info in infos.items()},
+    )
+    return [infos[name] for name in expected]
+
+
+def verify(
+    hf: Path, megatron: Path, shape: ModelShape, dtype: torch.dtype | None = None
+) -> tuple[int, int]:
+    """Compare a HuggingFace folder with a torch_dist checkpoint, every byte, both directions.
+
+    With `dtype` the HuggingFace side is cast to it first. Returns (HuggingFace tensors, Megatron
+    tensors) compared; raises ValueError naming what differs.
+    """
+    left, right = HFSource(hf), MegatronSource(megatron, shape)
+    wanted = [TensorInfo(i.name, i.shape, dtype or i.dtype) for i in check_source(left, shape)]
+    stored = {info.name: info for info in check_source(right, shape)}
+    different = [
+        info.name
+        for info in wanted
+        if info.dtype != stored[info.name].dtype or not _same(left, info, right, stored[info.name])
+    ]
+    different += _different_fused(left, right, shape)
+    if different:
+        raise ValueError(
+            f"{len(different)} tensors differ between {hf} and {megatron}: "
+            f"{', '.join(different[:8])}{' ...' if len(different) > 8 else ''}"
+        )
+    return len(wanted), len(fused_rows(shape))
+
+
+def _different_fused(left: HFSource, right: MegatronSource, shape: ModelShape) -> list[str]:
+    """Fused tensors that are not what the HuggingFace side makes them; padding must be zero."""
+    parts = by_megatron(fused_slices(shape))
+    different = []
+    for name, row in fused_rows(shape):
+        dtype = right.stored.dtypes[stored_key(name)[0]]
+        boxes = stored_boxes(shape, row)
+        same = all(
+            _bits(gather(box, from_hf(parts[name]), left.read, dtype)).equal(
+                _bits(right.read_fused(name, box))
+            )
+            for box in boxes
+        )
+        full = fused_shape(shape, row)
+        rows = right.stored.shapes[name][0] if row.kind == "vocab" else full[0]
+        if rows > full[0]:
+            padding = right.read_fused(name, ((full[0], rows), *whole(full[1:])))
+            same = same and not padding.any()
+        if not same:
+            different.append(name)
+    return different
+
+
+def _same(one: TensorSource, left: TensorInfo, other: TensorSource, right: TensorInfo) -> bool:
+    """Equal bytes, after the first side was cast to the second's dtype."""
+    if left.shape != right.shape:
+        return False
+    return all(
+        _bits(cast(one.read(left.name, box), right.dtype, left.name)).equal(
+            _bits(other.read(right.name, box))
+        )
+        for box in _blocks(left)
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _blocks(info: TensorInfo) -> Iterator[Box]:
+    """The tensor in stretches of rows of at most about BLOCK_BYTES."""
+    row = torch.Size(info.shape[1:]).numel() * info.dtype.itemsize
+    step = max(1, BLOCK_BYTES // row)
+    for start in range(0, info.shape[0], step):
+        yield ((start, min(start + step, info.shape[0])), *whole(info.shape[1:]))
