@@ -99,10 +99,7 @@ def policy_loss(
     )
     coefficients = _token_coefficients(tokens, counts, settings.aggregation)
     term, clip_low, clip_high = term_of(tokens, settings)
-    if keep is not None:
-        term = torch.where(keep[tokens.sequence], term, 0.0)
-    if tokens.weights is not None and name not in WEIGHTS_INSIDE:
-        term = term * tokens.weights
+    term = _masked_and_weighted(term, tokens, keep, weighted=name in WEIGHTS_INSIDE)
     pg_loss = (coefficients * term).sum()
     sums = _metric_sums(pg_loss, tokens, clip_low, clip_high)
     loss = _add_kl(pg_loss, tokens, ref_logprobs, coefficients, settings, sums)
@@ -140,6 +137,15 @@ def _masked_tokens(
         sequence=sequence,
         lengths=lengths,
     )
+
+
+def _masked_and_weighted(
+    term: torch.Tensor, tokens: Tokens, keep: torch.Tensor | None, *, weighted: bool
+) -> torch.Tensor:
+    """The off-policy sequence mask first, then the rollout weight unless it is in there already."""
+    if keep is not None:
+        term = torch.where(keep[tokens.sequence], term, 0.0)
+    return term if weighted or tokens.weights is None else term * tokens.weights
 
 
 def _token_coefficients(tokens: Tokens, counts: LossCounts, aggregation: str) -> torch.Tensor:

@@ -7,6 +7,9 @@ Left out: where the numbers come from (config.py) and everything that depends on
 
 from dataclasses import dataclass, replace
 
+from megagrpo.algo.advantages import NORMALIZE_NAMES
+from megagrpo.algo.kl import ESTIMATORS
+
 AGGREGATIONS = {
     "token-mean": "token-mean",
     "seq-mean-token-mean": "seq-mean-token-mean",
@@ -142,7 +145,7 @@ def resolve_loss_defaults(
         entropy_coef=entropy_coef,
         **given,  # type: ignore[arg-type]
     )
-    _check_numbers(settings)
+    _check_values(settings)
     return settings
 
 
@@ -154,8 +157,8 @@ def _check_correction(name: str, correction: str, prefix: str) -> None:
         )
 
 
-def _check_numbers(settings: LossSettings) -> None:
-    """Ranges outside of which a setting has no meaning."""
+def _check_values(settings: LossSettings) -> None:
+    """Names that do not exist and ranges outside of which a setting has no meaning."""
     limits = {
         "eps_low": (settings.eps_low, 0.0, 1.0),
         "eps_high": (settings.eps_high, 0.0, float("inf")),
@@ -164,6 +167,14 @@ def _check_numbers(settings: LossSettings) -> None:
         "dual_clip": (settings.dual_clip, 1.0, float("inf")),
         "beta": (settings.beta, 0.0, float("inf")),
     }
+    if settings.normalize not in NORMALIZE_NAMES:
+        raise ValueError(
+            f"normalize={settings.normalize!r} is unknown; use one of {NORMALIZE_NAMES}"
+        )
+    if settings.kl_estimator not in ESTIMATORS:
+        raise ValueError(
+            f"KL estimator {settings.kl_estimator!r} is unknown; use one of {list(ESTIMATORS)}"
+        )
     for key, (value, low, high) in limits.items():
         if value is not None and not low <= value <= high:
             raise ValueError(f"{key}={value} is outside {low}..{high}; choose a number inside")
