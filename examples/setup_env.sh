@@ -28,7 +28,7 @@ find_python() {
 }
 
 install() {
-    local pip=("$venv/bin/python" -m pip install --quiet)
+    local pip=("$venv/bin/python" -m pip install --quiet --quiet)
     # The "+cpu" tag cannot be served by the public registry, whose torch brings gigabytes of CUDA:
     # either pip's own source (an index or a find-links folder) has a CPU build, or PyTorch's has.
     if ! "${pip[@]}" --no-deps "$torch" 2>/dev/null; then
@@ -39,7 +39,7 @@ install() {
     # vLLM's CPU wheel asks for these without a version, so pip picks CUDA builds that cannot be
     # imported next to a CPU torch, and transformers imports them on sight. The package works with
     # them in place (it masks them); plain transformers in this environment does not.
-    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 }
 
 python="$(find_python)"

@@ -16,10 +16,11 @@ REPO = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"setup.py", "megagrpo", "examples", "tools", "tests", "Dockerfile", "README.md"}
 BUILT_OR_RUN = {"runs", "build", "dist", "megagrpo.egg-info", "__pycache__"}  # see .gitignore
 
-FLOORS = {"config": 0, "types": 0, "log": 0, "weights": 1}
+FLOORS = {"config": 0, "config_file": 0, "types": 0, "log": 0, "weights": 1}
 FLOORS |= {"algo": 2, "data": 2, "rewards": 2, "parallel": 2, "model": 3, "metrics": 3}
 FLOORS |= {"rollout": 4, "tools": 4, "hybrid": 5, "planner": 5, "trainer": 6, "cli": 7}
-SAME_FLOOR = {("config", "types")}  # the settings speak of layouts
+# Settings speak of layouts; their file form is split off for size.
+SAME_FLOOR = {("config", "types"), ("config_file", "config"), ("config_file", "types")}
 
 HOMES = {
     "vllm": ("megagrpo/rollout/vllm_engine.py",),
