@@ -94,7 +94,7 @@ class CorrectionConfig:
         "token_truncate",
         "form of the rollout correction",
         choices=(
-            "none",
+            "off",
             "token_truncate",
             "token_mask",
             "sequence_truncate",
@@ -115,7 +115,18 @@ class MismatchConfig:
     patience: int = key(2, "consecutive steps over `stop` that end the run")
 
 
-LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")
+LOSSES = (
+    "grpo",
+    "bnpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "luspo",
+    "cispo",
+    "cispo_relative",
+    "sapo",
+    "vespo",
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,9 @@ class AlgorithmConfig:
     )
     eps_low: float | None = key(None, "lower clip distance of the ratio", first=True)
     eps_high: float | None = key(None, "upper clip distance of the ratio", first=True)
+    cap: float | None = key(None, "cispo only: absolute cap of the ratio; null is 5")
+    delta: float | None = key(None, "bound of the unclipped ratio from above; null is none")
+    dual_clip: float | None = key(None, "bound c >= 1 on the loss of A < 0: -c A; null is none")
     normalize: str | None = key(None, "advantage scale", choices=(None, "std", "none", "batch"))
     baseline: str = key("mean", "advantage baseline", choices=("mean", "leave_one_out"))
     advantage_clip: float | None = key(None, "bound on |advantage|; null is none")

@@ -11,3 +11,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     CUDA_DEVICE_MAX_CONNECTIONS="1",
 )
+
+from megagrpo.parallel import platform  # noqa: E402
+
+platform.mask_broken_media_packages()  # before any test imports transformers' models

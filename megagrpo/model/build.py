@@ -199,7 +199,8 @@ def _transformer_config(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        perform_initialization=False,
+        # Also what marks the cut parameters; without the marks the gradient norm loses shards.
+        perform_initialization=True,
         use_cpu_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -155,6 +155,9 @@ def wrap_and_build(chunks: Chunks, context: ParallelContext, optim: OptimSetting
     optimizer = mcore_compat.call(
         get_megatron_optimizer, config=optimizer_config, model_chunks=wrapped
     )
+    for group in optimizer.param_groups:
+        # Upstream leaves wd_mult to its own scheduler; without it vectors would decay like matrices.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     return Trainable(chunks=wrapped, optimizer=optimizer, settings=optim)
 
 

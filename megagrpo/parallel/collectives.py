@@ -3,8 +3,9 @@
 Tensors travel in the group's backend; objects and verdicts always travel on the CPU.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,26 @@ def gather_objects(value: T, context: ParallelContext) -> list[T]:
     # All ranks of the world.
     dist.all_gather_object(gathered, value, group=context.cpu_group)
     return gathered  # type: ignore[return-value]
+
+
+def patient_gather(timeout_s: float) -> Callable[[Any], list[Any]]:
+    """A gather of objects over the world on a gloo group with a time limit of its own.
+
+    For the end of a rollout: replicas finish at different times, and the wait for the slowest must
+    neither be cut by the trainer's timeout nor sit in an NCCL call. All ranks of the world join,
+    here and in every call; a rank that never comes ends the others with an error after
+    `timeout_s`.
+    """
+    # All ranks of the world.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        # All ranks of the world, on the CPU.
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    return gather
 
 
 def broadcast_object(value: T, context: ParallelContext, src: int = 0) -> T:

@@ -1,0 +1,112 @@
+"""The command line: `megagrpo train | evaluate | report`; parse and call, nothing else.
+
+Environment is set here, before torch is imported by anything below: one OpenMP thread per rank on
+a CPU (two on a shared core are ten times slower) and no torch.compile where no GPU is (its C++
+back-end costs minutes at start and nothing here gains from it). A user's own value wins.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megagrpo import log
+from megagrpo.config import help_text
+from megagrpo.config_file import load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 2 a mistake of the user, 1 a failure."""
+    arguments = _parser().parse_args(argv)
+    _set_environment()
+    rank = int(os.environ.get("RANK", "0"))
+    log.setup(rank)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        status = command(arguments)
+    except ValueError as error:
+        # Raised by checks that every rank runs alike, before any process group exists.
+        if os.environ.get("MEGAGRPO_TRACEBACK"):
+            traceback.print_exc()
+        log.error(f"error: {' '.join(str(error).split())}", all_ranks=False)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megagrpo", description="GRPO on Megatron and vLLM, started by torchrun."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a policy (under torchrun)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="keys of a first run (--help-all shows every key):\n" + help_text(short=True),
+    )
+    train.add_argument("--config", help="YAML file with sections as shown by --help-all")
+    train.add_argument("--help-all", action="store_true", help="every key with its meaning")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("evaluate", help="score a checkpoint on held-out prompts")
+    evaluate.add_argument("--model", required=True, help="checkpoint or HuggingFace folder")
+    evaluate.add_argument("--config", help="YAML file of the run: data.eval, rewards, eval keys")
+    evaluate.add_argument("overrides", nargs="*", metavar="section.key=value")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="write report.html of a run folder")
+    report.add_argument("run_dir", metavar="RUN_DIR")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _set_environment() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap relies on it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if arguments.help_all:
+        sys.stdout.write(help_text(short=False) + "\n")
+        return 0
+    config = load_config(arguments.config, arguments.overrides)
+    from megagrpo.parallel import platform
+    from megagrpo.trainer.preflight import prepare
+
+    prepared = prepare(config, platform.rank_from_env(), platform.world_from_env())
+    from megagrpo.trainer.grpo import train
+    from megagrpo.trainer.setup import build_run, run_guarded
+
+    return run_guarded(lambda phases: build_run(prepared, phases), train)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    overrides = [f"model.path={arguments.model}", *arguments.overrides]
+    config = load_config(arguments.config, overrides)
+    from megagrpo.parallel import platform
+    from megagrpo.trainer.evaluate import evaluate_checkpoint
+    from megagrpo.trainer.preflight import prepare_evaluation
+
+    prepared = prepare_evaluation(config, platform.rank_from_env(), platform.world_from_env())
+    for name, value in evaluate_checkpoint(prepared).items():
+        sys.stdout.write(f"{name} {value:.4f}\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megagrpo.metrics.report_html import write_report
+
+    sys.stdout.write(f"{write_report(Path(arguments.run_dir))}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

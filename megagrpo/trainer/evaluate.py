@@ -1,0 +1,124 @@
+"""Held-out evaluation: in training through the hybrid engine, and of a checkpoint by itself.
+
+It has its own sampling and its own stream of seeds, and leaves training's random numbers alone
+(the engine restores them). A checkpoint is evaluated without Megatron: the engine reads its boxes
+straight from the files. Left out: pass@k and maj@k.
+
+`val/NAME/mean@k`: mean over held-out prompts of the mean reward of k completions; samples whose
+reward failed or is missing leave both means and are counted in `val/NAME/failed`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megagrpo.data.prompts import decode
+from megagrpo.hybrid.engine import HybridEngine
+from megagrpo.parallel import platform
+from megagrpo.rewards.runner import RewardRunner
+from megagrpo.rollout.collect import Collector, Draw
+from megagrpo.trainer.preflight import Prepared
+from megagrpo.trainer.sources import open_source
+from megagrpo.types import Prompt, Sample, Sampling
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """When and how."""
+
+    name: str  # of the held-out set, in metric names
+    every: int  # steps; 0 evaluates only at the ends
+    at_start: bool
+    samples: int  # k
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the policy that is being trained; without prompts it does nothing."""
+
+    prompts: Sequence[Prompt]
+    collector: Collector
+    hybrid: HybridEngine
+    settings: EvaluationSettings
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the untrained policy is evaluated."""
+        return bool(self.prompts) and self.settings.at_start
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to evaluate after `step`; the last step always is."""
+        every = self.settings.every
+        return bool(self.prompts) and (last or (every > 0 and step % every == 0))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` optimizer updates; all ranks join."""
+        with self.hybrid.rollout_mode():
+            return score_held_out(self.collector, self.prompts, self.settings, step)
+
+
+def score_held_out(
+    collector: Collector, prompts: Sequence[Prompt], settings: EvaluationSettings, step: int
+) -> dict[str, float]:
+    """k completions for each prompt and their mean reward; all ranks join."""
+    draw = Draw(settings.seed, "eval", step)
+    samples = collector.collect(prompts, draw, settings.sampling, settings.samples)
+    collector.rewards.take_counts()  # evaluation's failures are not training's
+    return held_out_metrics(samples, settings.name, settings.samples)
+
+
+def held_out_metrics(samples: Sequence[Sample], name: str, k: int) -> dict[str, float]:
+    """Mean over prompts of the mean over their k completions; a metric without data is left out."""
+    by_prompt: dict[int, list[float]] = {}
+    for sample in samples:
+        if not sample.failed and sample.reward is not None:
+            by_prompt.setdefault(sample.group, []).append(sample.reward)
+    rated = sum(len(rewards) for rewards in by_prompt.values())
+    found = {f"val/{name}/count": float(rated), f"val/{name}/failed": float(len(samples) - rated)}
+    if by_prompt:
+        means = [sum(rewards) / len(rewards) for rewards in by_prompt.values()]
+        found[f"val/{name}/mean@{k}"] = sum(means) / len(means)
+    return found
+
+
+def evaluate_checkpoint(prepared: Prepared) -> dict[str, float]:
+    """`megagrpo evaluate`: the engine alone, its weights read from the checkpoint's files."""
+    from megagrpo.parallel.collectives import patient_gather
+    from megagrpo.rollout.vllm_engine import VLLMEngine
+    from megagrpo.trainer.setup import engine_settings
+    from megagrpo.weights.table import hf_manifest
+
+    assert prepared.eval is not None, "prepare_evaluation refuses a config without data.eval"
+    platform.init_process_group(prepared.config.parallel.timeout_s)
+    source = open_source(prepared.config.model.path, prepared.shape)
+    engine = VLLMEngine(engine_settings(prepared), prepared.rank, prepared.layout.world)
+    engine.wake_weights()
+    engine.load(hf_manifest(prepared.shape, prepared.dtype), source.read)
+    engine.check_written()
+    engine.reset_prefix_cache()
+    engine.wake_kv_cache()
+    collector = Collector(
+        engine=engine,
+        rewards=RewardRunner(prepared.rewards),
+        decode=lambda ids: decode(prepared.tokenizer, ids),
+        gather=patient_gather(prepared.config.rollout.timeout_s),
+    )
+    settings = evaluation_settings(prepared)
+    found = score_held_out(collector, prepared.eval.prompts, settings, step=0)
+    collector.rewards.close()
+    return found
+
+
+def evaluation_settings(prepared: Prepared) -> EvaluationSettings:
+    """The config's `eval` section; the set is named after its file."""
+    config = prepared.config.eval
+    path = prepared.config.data.eval
+    return EvaluationSettings(
+        name="" if path is None else path.rstrip("/").split("/")[-1].split(".")[0],
+        every=config.every,
+        at_start=config.at_start,
+        samples=config.samples,
+        sampling=prepared.sampling(config.temperature),
+        seed=prepared.config.trainer.seed,
+    )

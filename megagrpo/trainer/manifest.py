@@ -1,0 +1,68 @@
+"""Which checkpoint folders are whole: a manifest of files and sizes, written last.
+
+A save goes to `tmp_step_N`, gets its manifest, and is renamed to `step_N`; only then are older ones
+removed. A folder without a manifest, or whose files differ from it, does not count.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lives."""
+    return folder / f"step_{step}"
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """List every file with its size; flushed to disk, written under its name in one move."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    unfinished = checkpoint / f"{MANIFEST}.tmp"
+    with unfinished.open("w") as stream:
+        json.dump(sizes, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.rename(checkpoint / MANIFEST)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the manifest is there and every file it names has its size."""
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        return False
+    try:
+        sizes = json.loads(manifest.read_text())
+    except json.JSONDecodeError:
+        return False
+    return all(
+        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
+        for name, size in sizes.items()
+    )
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints as (step, path), by number."""
+    if not folder.is_dir():
+        return []
+    named = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in folder.iterdir()]
+    found = [(int(match.group(1)), path) for match, path in named if match and is_complete(path)]
+    return sorted(found)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step; None if there is none."""
+    found = checkpoints(folder)
+    return found[-1][1] if found else None
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Remove all but the newest `keep_last` complete checkpoints and unfinished saves."""
+    for _, path in checkpoints(folder)[:-keep_last]:
+        shutil.rmtree(path)
+    for path in folder.glob("tmp_step_*"):
+        shutil.rmtree(path)

@@ -1,0 +1,265 @@
+"""Everything that can be wrong with a run, found before any process group or model exists.
+
+`prepare` runs alike on every rank and opens files only to read them; the run folder is touched
+last, by rank 0. Every mistake is a ValueError of one line: value, limit, cure. What it returns is
+all that `setup.py` needs, so nothing is read twice.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo import log
+from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
+from megagrpo.config import Config, RewardConfig
+from megagrpo.config_file import check_layout
+from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
+from megagrpo.model import hf_config
+from megagrpo.parallel import platform
+from megagrpo.rewards.base import load_reward, reward_name
+from megagrpo.rewards.runner import RewardSpec
+from megagrpo.trainer.manifest import newest_checkpoint
+from megagrpo.trainer.sources import open_source
+from megagrpo.types import Layout, ModelShape, Sampling
+from megagrpo.weights.table import check_tp
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start."""
+
+    config: Config  # with every null that depends on model, loss or platform filled in
+    loss: LossSettings
+    rank: int
+    layout: Layout
+    shape: ModelShape
+    hf_folder: Path  # config.json, generation config and tokenizer of the policy
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase
+    valid_vocab: int  # ids below it exist: rows of the model and pieces of the tokenizer
+    stop_ids: tuple[int, ...]
+    train: PromptSet
+    eval: PromptSet | None
+    rewards: tuple[RewardSpec, ...]
+    steps: int
+    resume_from: Path | None  # the newest complete checkpoint of the run folder
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Unfiltered sampling at `temperature`, the same for policy and evaluation."""
+        return Sampling(
+            temperature=temperature,
+            max_tokens=self.config.rollout.max_response_tokens,
+            stop_ids=self.stop_ids,
+        )
+
+
+def prepare(config: Config, rank: int, world: int) -> Prepared:
+    """Check and read everything a training run needs; raises ValueError before work starts."""
+    layout = check_layout(config, world)
+    prepared = _prepare_model(config, rank, layout)
+    train = _prompts(prepared, config.data.train, "data.train")
+    steps = config.trainer.steps
+    if steps is None:
+        steps = config.trainer.epochs * -(-len(train.prompts) // config.data.prompts_per_step)
+    if config.data.prompts_per_step > len(train.prompts):
+        raise ValueError(
+            f"data.prompts_per_step={config.data.prompts_per_step} is more than the "
+            f"{len(train.prompts)} prompts of {config.data.train}; use at most that many"
+        )
+    run_dir = Path(config.trainer.run_dir)
+    resume_from = newest_checkpoint(run_dir / "checkpoints")
+    if config.trainer.resume == "never" and (run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"trainer.run_dir={run_dir} holds a run and trainer.resume=never; "
+            "choose another folder or trainer.resume=auto"
+        )
+    _check_writable(run_dir, rank)
+    return replace(prepared, train=train, steps=steps, resume_from=resume_from)
+
+
+def prepare_evaluation(config: Config, rank: int, world: int) -> Prepared:
+    """The same for `megagrpo evaluate`: no layout of a trainer, no run folder."""
+    if config.data.eval is None:
+        raise ValueError("data.eval is not set; give held-out prompts, e.g. data.eval=FILE")
+    layout = Layout(world=world)
+    if world % config.rollout.tp:
+        raise ValueError(f"rollout.tp={config.rollout.tp} does not divide the {world} processes")
+    return _prepare_model(config, rank, layout)
+
+
+def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise ValueError(f"model.path={path} is not a folder; give a checkpoint folder")
+    folder = hf_config.hf_folder(path)
+    shape = hf_config.read_shape(folder)
+    open_source(path, shape)  # reads names and shapes only; every missing tensor is named here
+    _check_model_fits(shape, layout, config)
+    tokenizer = load_tokenizer(Path(config.model.tokenizer or folder))
+    rewards = tuple(_reward(spec) for spec in config.rewards)
+    names = [spec.name for spec in rewards]
+    if len(names) != len(set(names)):
+        raise ValueError(f"rewards are named {names}; give each its own `name`")
+    prepared = Prepared(
+        config=_resolve(config),
+        loss=loss_settings(config),
+        rank=rank,
+        layout=layout,
+        shape=shape,
+        hf_folder=folder,
+        dtype=platform.default_dtype(),
+        tokenizer=tokenizer,
+        valid_vocab=min(shape.vocab_size, len(tokenizer)),
+        stop_ids=hf_config.end_of_sequence_ids(folder, tokenizer.eos_token_id),
+        train=PromptSet((), 0, ""),
+        eval=None,
+        rewards=rewards,
+        steps=0,
+        resume_from=None,
+    )
+    prepared = replace(prepared, dtype=DTYPES[prepared.config.model.dtype])
+    if config.data.eval is not None:
+        held_out = _prompts(prepared, config.data.eval, "data.eval")
+        limited = replace(held_out, prompts=held_out.prompts[: config.eval.max_prompts])
+        prepared = replace(prepared, eval=limited)
+    return prepared
+
+
+def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None:
+    """Layouts that this model cannot have, and lengths that it cannot hold."""
+    layout.stage_layers(shape.num_layers)
+    check_tp(shape, layout.tp)
+    for number, name in ((shape.num_heads, "heads"), (shape.vocab_size, "vocabulary rows")):
+        if name == "heads" and number % config.rollout.tp:
+            raise ValueError(
+                f"rollout.tp={config.rollout.tp} does not divide the model's {number} {name}"
+            )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > shape.max_positions:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} is over the model's "
+            f"{shape.max_positions} positions; lower one of them"
+        )
+
+
+def loss_settings(config: Config) -> LossSettings:
+    """The chosen loss with its own defaults in place of nulls; ValueError for what it never
+    reads."""
+    algorithm = config.algorithm
+    try:
+        return resolve_loss_defaults(
+            algorithm.loss,
+            aggregation=algorithm.aggregation,
+            normalize=algorithm.normalize,
+            eps_low=algorithm.eps_low,
+            eps_high=algorithm.eps_high,
+            cap=algorithm.cap,
+            delta=algorithm.delta,
+            dual_clip=algorithm.dual_clip,
+            beta=algorithm.kl.beta,
+            kl_estimator=algorithm.kl.estimator,
+            correction=algorithm.correction.mode,
+        )
+    except ValueError as error:
+        raise ValueError(f"algorithm: {error}") from error
+
+
+def _resolve(config: Config) -> Config:
+    """Fill every null that has a documented default, so that config.yaml shows what runs."""
+    algorithm = config.algorithm
+    loss = loss_settings(config)
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if platform.default_dtype() == torch.bfloat16 else "float32"
+    mismatch = algorithm.mismatch
+    warn, stop = (0.05, 0.1) if dtype == "bfloat16" else (1e-4, 1e-3)
+    mismatch = replace(
+        mismatch,
+        warn=warn if mismatch.warn is None else mismatch.warn,
+        stop=stop if mismatch.stop is None else mismatch.stop,
+    )
+    seed = config.trainer.seed
+    cache = config.rollout.kv_cache_gb
+    if cache is None and not platform.is_cuda():
+        cache = 0.25
+    return replace(
+        config,
+        model=replace(config.model, dtype=dtype),
+        algorithm=replace(
+            algorithm,
+            eps_low=loss.eps_low,
+            eps_high=loss.eps_high,
+            aggregation=loss.aggregation,
+            normalize=loss.normalize,
+            mismatch=mismatch,
+        ),
+        rollout=replace(
+            config.rollout,
+            kv_cache_gb=cache,
+            seed=seed if config.rollout.seed is None else config.rollout.seed,
+        ),
+        data=replace(
+            config.data,
+            minibatch_prompts=config.data.minibatch_prompts or config.data.prompts_per_step,
+            shuffle_seed=(seed if config.data.shuffle_seed is None else config.data.shuffle_seed),
+        ),
+    )
+
+
+def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
+    data, rollout = prepared.config.data, prepared.config.rollout
+    try:
+        found = load_prompts(
+            Path(path),
+            prepared.tokenizer,
+            prompt_column=data.prompt_column,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            overlong=data.overlong_prompts,
+            chat_template_kwargs=data.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    highest = max(max(prompt.ids) for prompt in found.prompts)
+    if highest >= prepared.valid_vocab:
+        raise ValueError(
+            f"{key}: the tokenizer makes id {highest}, the model has {prepared.valid_vocab} rows; "
+            "model.tokenizer does not belong to model.path"
+        )
+    if prepared.rank == 0 and found.dropped_overlong:
+        log.warn(
+            f"{key}: dropped {found.dropped_overlong} prompts over "
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
+        )
+    return found
+
+
+def _reward(config: RewardConfig) -> RewardSpec:
+    function: Callable[..., object] = load_reward(config.path)
+    return RewardSpec(
+        name=config.name or reward_name(config.path),
+        function=function,
+        weight=config.weight,
+        timeout_s=config.timeout_s,
+        kwargs=dict(config.kwargs),
+    )
+
+
+def _check_writable(run_dir: Path, rank: int) -> None:
+    """Rank 0 makes the folder and tries a file; the others look only."""
+    if rank != 0:
+        return
+    probe = run_dir / ".writable"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        os.remove(probe)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.run_dir={run_dir} cannot be written ({error.strerror}); choose another folder"
+        ) from error

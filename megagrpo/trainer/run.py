@@ -1,0 +1,171 @@
+"""One training run: its collaborators and the verbs of the loop in grpo.py.
+
+A step is one rollout and all its optimizer steps. Its line in metrics.jsonl is written before its
+checkpoint, so that a run that is killed between the two repeats the step and rewrites the line.
+`timing_s/save_checkpoint` of a step is therefore that of the save before it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megagrpo import log
+from megagrpo.data.prompts import PromptSet
+from megagrpo.data.sampler import PromptSampler
+from megagrpo.hybrid.engine import HybridEngine
+from megagrpo.parallel.context import ParallelContext
+from megagrpo.rollout.collect import Collector, Draw
+from megagrpo.trainer.batch import AdvantageSettings, Batch, CutSettings, make_batch
+from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megagrpo.trainer.evaluate import Evaluator
+from megagrpo.trainer.phases import Phases, phase
+from megagrpo.trainer.policy import NoReference, Policy, Reference
+from megagrpo.trainer.report import StepReport
+from megagrpo.trainer.update_metrics import UpdateMetrics
+from megagrpo.types import Prompt, Sample, Sampling
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How training samples are drawn."""
+
+    sampling: Sampling
+    group_size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """Where and when checkpoints are written."""
+
+    run_dir: Path
+    every: int  # steps; 0 saves only the last
+    keep_last: int
+    hf_folder: Path  # travels with every checkpoint
+    origin: dict[str, Any]  # path and digest of the reference, as saved
+
+
+@dataclass
+class Run:
+    """Everything a step needs; `done` counts finished steps."""
+
+    context: ParallelContext
+    phases: Phases
+    prompts: PromptSet
+    sampler: PromptSampler
+    collector: Collector
+    hybrid: HybridEngine
+    policy: Policy
+    reference: Reference | NoReference
+    evaluator: Evaluator
+    reporter: StepReport
+    rollout: RolloutSettings
+    advantage: AdvantageSettings
+    cut: CutSettings
+    save_settings: SaveSettings
+    steps: int
+    resume_from: Path | None
+    done: int = 0
+    drawn: list[Prompt] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Resume where a checkpoint stands, else evaluate the untrained policy."""
+        if self.resume_from is not None:
+            self._resume(self.resume_from)
+        self.reporter.begin(self.done)
+        if self.done == 0 and self.evaluator.at_start:
+            self.reporter.write_evaluation(0, self._evaluate(0), self.phases.take())
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Numbers of the steps that are left, counted from 1."""
+        return iter(range(self.done + 1, self.steps + 1))
+
+    def draw(self) -> list[Prompt]:
+        """The prompts of the next step, the same on every rank."""
+        return [self.prompts.prompts[number] for number in self.sampler.draw()]
+
+    @phase("gen")
+    def roll_out(self, prompts: list[Prompt], step: int) -> list[Sample]:
+        """G scored samples per prompt from the weights as they are; all ranks join."""
+        draw = Draw(self.rollout.seed, "train", step)
+        with self.hybrid.rollout_mode():
+            return self.collector.collect(
+                prompts, draw, self.rollout.sampling, self.rollout.group_size
+            )
+
+    @phase("adv")
+    def compare_groups(self, samples: list[Sample]) -> Batch:
+        """Advantages within each group, and this rank's micro-batches."""
+        layout, coords = self.context.layout, self.context.coords
+        return make_batch(samples, self.advantage, self.cut, dp=layout.dp, dp_rank=coords.dp)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics if this step is due, else nothing."""
+        last = step == self.steps
+        return self._evaluate(step) if self.evaluator.due(step, last) else {}
+
+    def report(
+        self, step: int, batch: Batch, outcome: UpdateMetrics, evaluation: dict[str, float]
+    ) -> None:
+        """The step's line in metrics.jsonl, on the console and wherever else."""
+        self.reporter.write_step(
+            step,
+            batch,
+            outcome,
+            evaluation,
+            self.hybrid.stats,
+            self.policy,
+            self.collector.rewards.take_counts(),
+            self.phases.take(),
+        )
+        self.done = step
+
+    def save(self, step: int) -> None:
+        """A checkpoint if this step is due or the last."""
+        every = self.save_settings.every
+        if step == self.steps or (every and step % every == 0):
+            self._save(step)
+
+    def end(self) -> None:
+        """Write the report, say where everything is, stop background threads."""
+        self.reporter.end()
+        self.collector.rewards.close()
+
+    @phase("testing")
+    def _evaluate(self, step: int) -> dict[str, float]:
+        return self.evaluator.evaluate(step)
+
+    @phase("save_checkpoint")
+    def _save(self, step: int) -> None:
+        settings = self.save_settings
+        state = {
+            "step": step,
+            "optimizer_steps": self.policy.optimizer_steps,
+            "skipped_steps": self.policy.skipped_steps,
+            "steps_over_stop": self.policy.steps_over_stop,
+            "sampler": self.sampler.state(),
+            "version": self.hybrid.version,
+            "reference": settings.origin,
+        }
+        path = save_checkpoint(
+            settings.run_dir / "checkpoints",
+            step,
+            self.policy.trainable,
+            state,
+            hf_folder=settings.hf_folder,
+            keep_last=settings.keep_last,
+            context=self.context,
+        )
+        log.info(f"saved {path}")
+
+    @phase("load_checkpoint")
+    def _resume(self, checkpoint: Path) -> None:
+        state = load_checkpoint(checkpoint, self.policy.trainable, self.context)
+        self.sampler.load_state(state["sampler"])
+        self.policy.optimizer_steps = state["optimizer_steps"]
+        self.policy.skipped_steps = state["skipped_steps"]
+        self.policy.steps_over_stop = state["steps_over_stop"]
+        self.hybrid.version = state["version"]
+        self.done = state["step"]
+        log.info(f"resumed from {checkpoint}: {self.done} of {self.steps} steps done")

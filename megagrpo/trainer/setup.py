@@ -1,0 +1,280 @@
+"""The composition root: turns a checked config into a run. The only reader of the whole tree.
+
+Order (design 4.6): process group, Megatron weights, engine (a collective of the world), optimizer,
+hybrid engine; a checkpoint is loaded by `Run.begin`.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo import log
+from megagrpo.algo.corrections import resolve_correction
+from megagrpo.config_file import to_yaml
+from megagrpo.data.prompts import decode
+from megagrpo.data.sampler import PromptSampler
+from megagrpo.hybrid.engine import HybridEngine
+from megagrpo.model.build import (
+    Chunks,
+    ModelSettings,
+    build_model,
+    load_weights_,
+    local_parameters,
+    naming_profile,
+)
+from megagrpo.model.optimizer import LRSchedule, OptimSettings, Trainable, wrap_and_build
+from megagrpo.parallel import platform
+from megagrpo.parallel.collectives import patient_gather
+from megagrpo.parallel.context import ParallelContext, init_parallel
+from megagrpo.rewards.runner import RewardRunner
+from megagrpo.rollout.collect import Collector
+from megagrpo.rollout.engine import EngineSettings, RolloutEngine
+from megagrpo.trainer.batch import AdvantageSettings, CutSettings
+from megagrpo.trainer.checkpoint import read_state
+from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
+from megagrpo.trainer.phases import Phases
+from megagrpo.trainer.policy import NoReference, Policy, PolicySettings, Reference, Scoring
+from megagrpo.trainer.preflight import Prepared
+from megagrpo.trainer.report import StepReport
+from megagrpo.trainer.run import RolloutSettings, Run, SaveSettings
+from megagrpo.trainer.sources import digest_of, open_source
+from megagrpo.weights.table import expand, hf_manifest, padded_vocab
+
+
+def run_guarded(build: Callable[[Phases], Run], train: Callable[[Run], None]) -> int:
+    """Build and train; on a failure say rank and phase and leave hard; returns 0 when done.
+
+    A rank that fails must not wait in exit handlers: its peers sit in a collective, and the end of
+    this process is what wakes them.
+    """
+    phases = Phases()
+    try:
+        train(build(phases))
+    except BaseException as error:
+        traceback.print_exc()
+        reason = " ".join(str(error).split()) or type(error).__name__
+        log.error(f"error: failed in phase {phases.current!r}: {reason}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+def build_run(prepared: Prepared, phases: Phases) -> Run:
+    """All collaborators of a training run; all ranks of the world join."""
+    config, shape = prepared.config, prepared.shape
+    platform.init_process_group(config.parallel.timeout_s)
+    context = init_parallel(prepared.layout, config.trainer.seed)
+    source = open_source(config.model.path, shape)
+    chunks = _model(prepared, context)
+    load_weights_(chunks, source, shape, context)
+    origin = _reference_origin(prepared)
+    scoring = Scoring(context, config.rollout.temperature, prepared.valid_vocab)
+    reference = _reference(prepared, origin, scoring, phases)
+    engine = _engine(prepared)
+    optim = config.optim
+    trainable = wrap_and_build(
+        chunks,
+        context,
+        OptimSettings(
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            grad_clip=optim.grad_clip,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        ),
+    )
+    hybrid = _hybrid(prepared, context, trainable, engine, phases)
+    collector = Collector(
+        engine=engine,
+        rewards=RewardRunner(prepared.rewards),
+        decode=lambda ids: decode(prepared.tokenizer, ids),
+        gather=patient_gather(config.rollout.timeout_s),
+    )
+    run_dir = Path(config.trainer.run_dir)
+    if context.rank == 0:
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+    return Run(
+        context=context,
+        phases=phases,
+        prompts=prepared.train,
+        sampler=PromptSampler(
+            len(prepared.train.prompts), config.data.prompts_per_step, _shuffle_seed(prepared)
+        ),
+        collector=collector,
+        hybrid=hybrid,
+        policy=_policy(prepared, trainable, scoring, phases),
+        reference=reference,
+        evaluator=Evaluator(
+            prompts=() if prepared.eval is None else prepared.eval.prompts,
+            collector=collector,
+            hybrid=hybrid,
+            settings=evaluation_settings(prepared),
+        ),
+        reporter=StepReport(prepared, context),
+        rollout=_rollout(prepared),
+        advantage=AdvantageSettings(
+            normalize=prepared.loss.normalize,
+            baseline=config.algorithm.baseline,
+            clip=config.algorithm.advantage_clip,
+        ),
+        cut=_cut(prepared),
+        save_settings=SaveSettings(
+            run_dir=run_dir,
+            every=config.trainer.save_every,
+            keep_last=config.trainer.keep_last,
+            hf_folder=prepared.hf_folder,
+            origin=origin,
+        ),
+        steps=prepared.steps,
+        resume_from=prepared.resume_from,
+    )
+
+
+def engine_settings(prepared: Prepared) -> EngineSettings:
+    """What the engine is built from."""
+    rollout = prepared.config.rollout
+    assert rollout.seed is not None, "preflight resolves the seed"
+    return EngineSettings(
+        model_folder=str(prepared.hf_folder),
+        dtype=prepared.dtype,
+        tp=rollout.tp,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        kv_cache_gb=rollout.kv_cache_gb,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        max_num_seqs=rollout.max_num_seqs,
+        valid_vocab=prepared.valid_vocab,
+        seed=rollout.seed,
+    )
+
+
+def _engine(prepared: Prepared) -> RolloutEngine:
+    from megagrpo.rollout.vllm_engine import VLLMEngine  # vLLM takes seconds to import
+
+    return VLLMEngine(engine_settings(prepared), prepared.rank, prepared.layout.world)
+
+
+def _model(prepared: Prepared, context: ParallelContext) -> list[torch.nn.Module]:
+    parallel = prepared.config.parallel
+    return build_model(
+        prepared.shape,
+        context,
+        dtype=prepared.dtype,
+        padded_vocab=padded_vocab(prepared.shape.vocab_size, context.layout.tp),
+        settings=ModelSettings(
+            sequence_parallel=parallel.sequence_parallel, recompute=parallel.recompute
+        ),
+    )
+
+
+def _reference_origin(prepared: Prepared) -> dict[str, Any]:
+    """Path and digest of the reference; after a resume those of step 0, checked."""
+    config = prepared.config
+    path = config.reference.path or config.model.path
+    origin = {"path": str(Path(path).resolve()), "digest": digest_of(path, prepared.shape)}
+    if prepared.resume_from is not None:
+        saved: dict[str, Any] = read_state(prepared.resume_from)["reference"]
+        if saved["digest"] != origin["digest"]:
+            raise ValueError(
+                f"the run's reference was {saved['path']} with digest {saved['digest']}, now "
+                f"{origin['path']} has {origin['digest']}; give reference.path the old weights"
+            )
+    return origin
+
+
+def _reference(
+    prepared: Prepared, origin: dict[str, Any], scoring: Scoring, phases: Phases
+) -> Reference | NoReference:
+    config = prepared.config
+    use, beta = config.reference.use, config.algorithm.kl.beta
+    if use == "never" or (use == "auto" and beta == 0):
+        return NoReference()
+    chunks: Chunks = _model(prepared, scoring.context)
+    source = open_source(origin["path"], prepared.shape)
+    load_weights_(chunks, source, prepared.shape, scoring.context)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return Reference(chunks, scoring, phases)
+
+
+def _hybrid(
+    prepared: Prepared,
+    context: ParallelContext,
+    trainable: Trainable,
+    engine: RolloutEngine,
+    phases: Phases,
+) -> HybridEngine:
+    return HybridEngine(
+        engine=engine,
+        haves=expand(prepared.shape, context.layout, context.coords, naming_profile()),
+        parameters=local_parameters(trainable.chunks),
+        manifest=hf_manifest(prepared.shape, prepared.dtype),
+        context=context,
+        prepare=trainable.finish_param_sync,
+    )
+
+
+def _policy(prepared: Prepared, trainable: Trainable, scoring: Scoring, phases: Phases) -> Policy:
+    algorithm, optim = prepared.config.algorithm, prepared.config.optim
+    mismatch = algorithm.mismatch
+    assert mismatch.warn is not None and mismatch.stop is not None, "preflight resolves them"
+    correction = algorithm.correction
+    return Policy(
+        trainable,
+        scoring,
+        PolicySettings(
+            loss=algorithm.loss,
+            loss_settings=prepared.loss,
+            correction=resolve_correction(correction.mode, correction.cap, correction.low),
+            mismatch_warn=mismatch.warn,
+            mismatch_stop=mismatch.stop,
+            mismatch_patience=mismatch.patience,
+        ),
+        LRSchedule(
+            kind=optim.schedule,
+            max_lr=optim.lr,
+            min_lr=optim.min_lr,
+            warmup_steps=optim.warmup_steps,
+            total_steps=prepared.steps * _minibatches(prepared),
+        ),
+        phases,
+    )
+
+
+def _minibatches(prepared: Prepared) -> int:
+    data = prepared.config.data
+    assert data.minibatch_prompts is not None, "preflight resolves it"
+    return data.prompts_per_step // data.minibatch_prompts
+
+
+def _cut(prepared: Prepared) -> CutSettings:
+    config = prepared.config
+    assert config.data.minibatch_prompts is not None, "preflight resolves it"
+    return CutSettings(
+        minibatch_prompts=config.data.minibatch_prompts,
+        max_tokens=config.data.max_tokens_per_microbatch,
+        min_packs=config.parallel.pp,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def _rollout(prepared: Prepared) -> RolloutSettings:
+    rollout = prepared.config.rollout
+    assert rollout.seed is not None, "preflight resolves it"
+    return RolloutSettings(
+        sampling=prepared.sampling(rollout.temperature),
+        group_size=rollout.group_size,
+        seed=rollout.seed,
+    )
+
+
+def _shuffle_seed(prepared: Prepared) -> int:
+    seed = prepared.config.data.shuffle_seed
+    assert seed is not None, "preflight resolves it"
+    return seed

@@ -1,0 +1,39 @@
+"""Opens a model folder, whichever kind it is, as tensors under HuggingFace names."""
+
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+
+from megagrpo.model import hf_config
+from megagrpo.types import ModelShape, TensorSource
+from megagrpo.weights.convert import check_source
+from megagrpo.weights.megatron_io import MegatronSource
+from megagrpo.weights.safetensors_io import HFSource
+
+
+def open_source(path: str | Path, shape: ModelShape) -> TensorSource:
+    """A converted or trained Megatron checkpoint, or a HuggingFace folder.
+
+    Raises ValueError naming what is missing or does not fit `shape`.
+    """
+    is_megatron = hf_config.is_megatron_checkpoint(path)
+    source = MegatronSource(path, shape) if is_megatron else HFSource(path)
+    check_source(source, shape)
+    return source
+
+
+def digest_of(path: str | Path, shape: ModelShape) -> str:
+    """Identity of a model folder without reading it whole: names, shapes, dtypes, and the bytes of
+    the smallest tensors (norms), as a SHA-256 prefix."""
+    source = open_source(path, shape)
+    infos = source.tensors()
+    small = min(math.prod(info.shape) for info in infos)
+    digest = hashlib.sha256()
+    for info in sorted(infos, key=lambda info: info.name):
+        digest.update(f"{info.name} {info.shape} {info.dtype}\n".encode())
+        if math.prod(info.shape) == small:
+            data = source.read(info.name, tuple((0, size) for size in info.shape))
+            digest.update(data.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
