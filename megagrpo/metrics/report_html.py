@@ -15,7 +15,7 @@ from megagrpo.metrics import report_tables
 from megagrpo.metrics.report_data import Run, ends_of, finite, read_run
 from megagrpo.metrics.report_page import PAGE
 from megagrpo.metrics.report_tables import escaped
-from megagrpo.metrics.svg_chart import Series, chart, number, window_of
+from megagrpo.metrics.svg_chart import Series, chart, number, thinning, window_of
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -100,7 +100,11 @@ def _cards(run: Run) -> Iterator[str]:
         scored = [line for line in run.lines if finite(line.get(name)) is not None]
         if scored:
             line = Series(
-                name[4:], "a", [point[name] for point in scored], smoothed=False, dots=True
+                name[4:],
+                "a",
+                [point[name] for point in scored],
+                smoothed=False,
+                dots=len(scored) <= 60,
             )
             steps = [point["step"] for point in scored]
             drawing = chart(steps, [line], "mean reward", f"Held-out {name}")
@@ -121,10 +125,11 @@ def _card(
         reason = empty or f"No curve: metrics.jsonl has no {' or '.join(names)}."
         return _frame(title, text, "", f'<p class="empty">{reason}</p>')
     window = window_of(len(steps))
-    smooth = f", thick: mean of {window} steps" if window > 1 else ""
-    keys = "".join(
-        f'<span class="key {line.colour}">{line.label}{smooth}</span>' for line in series
-    )
+    keys = "".join(f'<span class="key {line.colour}">{line.label}</span>' for line in series)
+    if window > 1:
+        bin_size = thinning(len(steps))
+        thin = "every step" if bin_size <= 2 else f"lowest and highest of {bin_size} steps"
+        keys += f"<span>thin: {thin}; thick: mean of {window} steps</span>"
     gaps = sum(value is None for line in series for value in line.values)
     if gaps:
         keys += f"<span>{gaps} steps without a finite value</span>"

@@ -39,9 +39,9 @@ p { margin: 0; }
 .tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 .tile { padding: 14px 16px; }
 .tile h2 { font-size: 13px; color: var(--soft); font-weight: 500; overflow-wrap: anywhere; }
-.tile .big { font-size: 23px; font-weight: 650; margin: 2px 0; color: var(--ink);
+.tile .big { font-size: 21px; font-weight: 650; margin: 2px 0; color: var(--ink);
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-.tile .big span { color: var(--soft); font-weight: 450; }
+.tile .big span { color: var(--soft); font-weight: 450; font-size: 16px; }
 .tile p { font-size: 12px; }
 .cards { display: grid; gap: 12px;
   grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); }

@@ -13,15 +13,17 @@ from megagrpo.metrics.svg_chart import number
 SHOWN_CHARACTERS = 1200
 
 
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+
+
 def escaped(value: Any, most: int = 400) -> str:
-    """Escaped; control, direction-turning and unpaired surrogate characters are spelled out."""
+    """Text for the page; characters that steer a terminal, turn the writing direction or stand
+    alone as half a pair are spelled out, e.g. \\u202e."""
     text = str(value)
     text = text if len(text) <= most else text[:most] + f" ... ({len(text):,} characters)"
-    spelled = re.sub(
-        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]",
-        lambda found: f"\\u{ord(found[0]):04x}",
-        text,
-    )
+    spelled = _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return html.escape(spelled, quote=True)
 
 

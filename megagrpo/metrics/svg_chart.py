@@ -178,9 +178,14 @@ def _pieces(steps: Sequence[int], values: Values) -> Iterator[list[tuple[int, fl
         yield piece
 
 
+def thinning(count: int) -> int:
+    """Steps of which a line of `count` points draws two; up to 2 it draws all."""
+    return -(-count // (MOST_POINTS // 2))
+
+
 def _thinned(piece: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Lowest and highest point of every bin, so that a spike survives."""
-    size = -(-len(piece) // (MOST_POINTS // 2))
+    size = thinning(len(piece))
     if size <= 2:
         return piece
     kept = []
