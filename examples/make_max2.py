@@ -31,6 +31,9 @@ from transformers import (  # noqa: E402  (after the masking)
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+
+disable_progress_bar()
 
 Row = dict[str, str]  # {"prompt": "07,42>", "answer": "42"}
 
@@ -184,7 +187,8 @@ def summary(metrics: Path) -> None:
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     first, last = rewards[:10], rewards[-10:]
     print(f"mean reward: {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f}")
-    for key in sorted({key for line in lines for key in line if key.startswith("val/")}):
+    keys = {key for line in lines for key in line if key.startswith("val/") and "/mean@" in key}
+    for key in sorted(keys):
         values = [line[key] for line in lines if key in line]
         print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after")
 

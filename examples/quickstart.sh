@@ -16,6 +16,7 @@ if [ "${1:-}" = "--setup-only" ]; then
     exit 0
 fi
 
+SECONDS=0 # the shell's own clock: what is shown counts from here, after the installation
 work="${MEGAGRPO_WORK:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
 if [ -e "$work" ]; then
     echo "$work exists; remove it or set MEGAGRPO_WORK to a new folder" >&2
@@ -26,9 +27,11 @@ run="$work/run"
 # One thread per rank: two OpenMP threads on a shared core are ten times slower. Nothing of a toy
 # pays for a compiler, everything it needs is on disk, and its ranks talk on the loopback only.
 export OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# torch and megatron-core warn of each other's old names at every collective.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}"
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 
-step() { printf '\n== %s\n' "$*"; }
+step() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
 step "1/5 task, tokenizer and warm-started model in $work"
 "$bin/python" examples/make_max2.py make "$work"
