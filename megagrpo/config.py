@@ -236,7 +236,8 @@ class LogConfig:
 
     tensorboard: bool = key(True, "write TensorBoard events")
     wandb: str | None = key(None, "Weights & Biases project; null is off")
-    num_samples: int = key(2, "completions printed per step")
+    num_samples: int = key(2, "completions printed at a time")
+    samples_every: int = key(10, "steps between printed completions; 0 prints none")
 
 
 @dataclass(frozen=True)

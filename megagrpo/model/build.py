@@ -164,6 +164,11 @@ def _refuse(shape: ModelShape, context: ParallelContext, settings: ModelSettings
     context.layout.stage_layers(shape.num_layers)
 
 
+def _left_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    """Initialisation that draws nothing: every weight is loaded."""
+    return weight
+
+
 def _transformer_config(
     shape: ModelShape, context: ParallelContext, dtype: torch.dtype, settings: ModelSettings
 ) -> Any:
@@ -201,6 +206,9 @@ def _transformer_config(
         pipeline_dtype=dtype,
         # Also what marks the cut parameters; without the marks the gradient norm loses shards.
         perform_initialization=True,
+        init_method=_left_as_it_is,
+        output_layer_init_method=_left_as_it_is,
+        embedding_init_method=_left_as_it_is,
         use_cpu_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

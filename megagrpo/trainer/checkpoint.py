@@ -102,7 +102,7 @@ def _attempt(action: Any) -> str:
 def _start(unfinished: Path) -> None:
     if unfinished.exists():
         shutil.rmtree(unfinished)
-    (unfinished / "rng").mkdir(parents=True)
+    unfinished.mkdir(parents=True)
 
 
 def _write_shards(unfinished: Path, trainable: Trainable, context: ParallelContext) -> None:
@@ -112,6 +112,8 @@ def _write_shards(unfinished: Path, trainable: Trainable, context: ParallelConte
         str(unfinished),
         content_metadata=SHARDING,
     )
+    # After upstream's save, which takes a folder with anything in it for a broken checkpoint.
+    (unfinished / "rng").mkdir(exist_ok=True)
     rng = {**_plain(platform.rng_snapshot()), "tracker": tracker_states()}
     torch.save(rng, unfinished / "rng" / f"rank_{context.rank}.pt")
 

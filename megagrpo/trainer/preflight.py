@@ -6,12 +6,11 @@ all that `setup.py` needs, so nothing is read twice.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from megagrpo import log
 from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
@@ -41,7 +40,7 @@ class Prepared:
     shape: ModelShape
     hf_folder: Path  # config.json, generation config and tokenizer of the policy
     dtype: torch.dtype
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # of transformers
     valid_vocab: int  # ids below it exist: rows of the model and pieces of the tokenizer
     stop_ids: tuple[int, ...]
     train: PromptSet
@@ -94,6 +93,7 @@ def prepare_evaluation(config: Config, rank: int, world: int) -> Prepared:
 
 
 def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
+    platform.mask_broken_media_packages()  # before anything imports transformers
     path = Path(config.model.path)
     if not path.is_dir():
         raise ValueError(f"model.path={path} is not a folder; give a checkpoint folder")
@@ -240,7 +240,7 @@ def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
 
 
 def _reward(config: RewardConfig) -> RewardSpec:
-    function: Callable[..., object] = load_reward(config.path)
+    function = load_reward(config.path)
     return RewardSpec(
         name=config.name or reward_name(config.path),
         function=function,

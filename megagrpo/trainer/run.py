@@ -6,7 +6,7 @@ checkpoint, so that a run that is killed between the two repeats the step and re
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megagrpo.trainer.evaluate import Evaluator
 from megagrpo.trainer.phases import Phases, phase
 from megagrpo.trainer.policy import NoReference, Policy, Reference
-from megagrpo.trainer.report import StepReport
+from megagrpo.trainer.report import Progress, StepReport
 from megagrpo.trainer.update_metrics import UpdateMetrics
 from megagrpo.types import Prompt, Sample, Sampling
 
@@ -67,7 +67,6 @@ class Run:
     steps: int
     resume_from: Path | None
     done: int = 0
-    drawn: list[Prompt] = field(default_factory=list)
 
     def begin(self) -> None:
         """Resume where a checkpoint stands, else evaluate the untrained policy."""
@@ -113,11 +112,11 @@ class Run:
             step,
             batch,
             outcome,
-            evaluation,
-            self.hybrid.stats,
-            self.policy,
-            self.collector.rewards.take_counts(),
-            self.phases.take(),
+            Progress(self.policy.optimizer_steps, self.policy.skipped_steps),
+            evaluation=evaluation,
+            sync=self.hybrid.stats,
+            counts=self.collector.rewards.take_counts(),
+            seconds=self.phases.take(),
         )
         self.done = step
 

@@ -15,7 +15,6 @@ import torch
 
 from megagrpo import log
 from megagrpo.algo.corrections import resolve_correction
-from megagrpo.config_file import to_yaml
 from megagrpo.data.prompts import decode
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.hybrid.engine import HybridEngine
@@ -98,8 +97,6 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         gather=patient_gather(config.rollout.timeout_s),
     )
     run_dir = Path(config.trainer.run_dir)
-    if context.rank == 0:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
     return Run(
         context=context,
         phases=phases,

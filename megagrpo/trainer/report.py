@@ -1,0 +1,173 @@
+"""One step's numbers to all reporters, and the rollout to its file; rank 0 writes.
+
+Samples and the update's metrics are the same on every rank; what differs (memory, reward failures,
+sync bytes) is reduced here, so every rank calls in.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megagrpo import log
+from megagrpo.config_file import to_yaml
+from megagrpo.metrics.records import max_of, mean_of, min_of, render, rollout_metrics, std_of
+from megagrpo.metrics.report_html import write_report
+from megagrpo.metrics.reporters import (
+    Console,
+    JsonLines,
+    Reporter,
+    TensorBoard,
+    Wandb,
+    sample_lines,
+)
+from megagrpo.parallel import collectives, platform
+from megagrpo.parallel.context import ParallelContext
+from megagrpo.rewards.runner import RewardCounts
+from megagrpo.rollout.storage import dump_rollouts
+from megagrpo.trainer.batch import Batch
+from megagrpo.trainer.preflight import Prepared
+from megagrpo.trainer.update_metrics import UpdateMetrics
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the optimizer stands after the step."""
+
+    optimizer_steps: int
+    skipped_steps: int  # of the whole run
+
+
+class StepReport:
+    """Owns the reporters; `begin` opens them, `end` closes them."""
+
+    def __init__(self, prepared: Prepared, context: ParallelContext) -> None:
+        self._prepared = prepared
+        self._context = context
+        self._run_dir = Path(prepared.config.trainer.run_dir)
+        self._reporters: list[Reporter] = []
+        self._since = time.perf_counter()
+
+    def begin(self, done: int) -> None:
+        """Open the reporters after `done` steps; a resumed run drops lines of later steps."""
+        if self._context.rank == 0:
+            prepared, config = self._prepared, self._prepared.config
+            resumed = done if prepared.resume_from is not None else None
+            (self._run_dir / "config.yaml").write_text(to_yaml(config))
+            self._reporters = [
+                JsonLines(self._run_dir / "metrics.jsonl", resumed),
+                Console(prepared.steps, self._context.layout.world),
+            ]
+            if config.log.tensorboard:
+                self._reporters.append(TensorBoard(self._run_dir / "tensorboard", resumed))
+            if config.log.wandb:
+                settings = {"config": to_yaml(config)}
+                self._reporters.append(Wandb(config.log.wandb, self._run_dir, settings))
+            log.info(f"first prompt: {ascii(prepared.train.first_rendered)}")
+        self._since = time.perf_counter()
+
+    def write_evaluation(
+        self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> None:
+        """A line of evaluation alone, for the policy before training."""
+        timing = {f"timing_s/{name}": value for name, value in seconds.items()}
+        self._write(step, 0, {**metrics, **timing})
+
+    def write_step(
+        self,
+        step: int,
+        batch: Batch,
+        outcome: UpdateMetrics,
+        progress: Progress,
+        *,
+        evaluation: Mapping[str, float],
+        sync: Mapping[str, float],
+        counts: RewardCounts,
+        seconds: Mapping[str, float],
+    ) -> None:
+        """The step's line; all ranks join. `sync` (by metric name) and `counts` are this rank's."""
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        metrics = {**outcome.as_metrics(), **_batch_metrics(batch)}
+        metrics["actor/kl_coef"] = self._prepared.config.algorithm.kl.beta
+        metrics["actor/skipped_steps"] = float(progress.skipped_steps)
+        metrics.update(self._over_ranks(sync, counts))
+        metrics.update(self._speed(batch, elapsed))
+        metrics.update({f"timing_s/{name}": value for name, value in seconds.items()})
+        metrics.update(evaluation)
+        if self._context.rank == 0 and self._prepared.config.rollout.dump:
+            self._dump(step, batch)
+        self._write(step, progress.optimizer_steps, metrics)
+        shown = self._prepared.config.log
+        if shown.samples_every and step % shown.samples_every == 0:
+            for line in sample_lines(batch.samples, shown.num_samples):
+                log.info(f"  {line}")
+
+    def end(self) -> None:
+        """Close the reporters and write report.html."""
+        for reporter in self._reporters:
+            reporter.close()
+        if self._context.rank == 0:
+            log.info(f"report: {write_report(self._run_dir)}")
+
+    def _write(self, step: int, optimizer_step: int, metrics: Mapping[str, float]) -> None:
+        for reporter in self._reporters:
+            reporter.write(step, optimizer_step, metrics)
+
+    def _dump(self, step: int, batch: Batch) -> None:
+        advantages = batch.advantages.advantages.tolist()
+        path = self._run_dir / "rollouts" / f"step_{step}.jsonl"
+        dump_rollouts(path, batch.samples, {"advantage": advantages})
+
+    def _speed(self, batch: Batch, elapsed: float) -> dict[str, float]:
+        tokens = sum(len(s.prompt.ids) + len(s.completion.ids) for s in batch.samples)
+        world = self._context.layout.world
+        return {
+            "perf/step_seconds": elapsed,
+            "timing_s/step": elapsed,
+            "perf/tokens_per_second_per_gpu": tokens / elapsed / world,
+        }
+
+    def _over_ranks(self, sync: Mapping[str, float], counts: RewardCounts) -> dict[str, float]:
+        """Sums and peaks of what each rank knows alone; all ranks of the world join."""
+        memory = platform.memory_stats()
+        world = self._context.cpu_group
+        sums = collectives.sum_over(
+            world,
+            {
+                "reward/errors": torch.tensor(float(counts.errors)),
+                "reward/timeouts": torch.tensor(float(counts.timeouts)),
+            },
+        )
+        peaks = {name: torch.tensor(value, dtype=torch.float64) for name, value in sync.items()}
+        peaks["memory/peak_allocated_gb"] = torch.tensor(memory.peak_allocated / GIB)
+        peaks["memory/rss_gb"] = torch.tensor(memory.rss / GIB)
+        peaks = collectives.max_over(world, peaks)
+        return {name: float(value) for name, value in {**sums, **peaks}.items()}
+
+
+def _batch_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, lengths, counts and advantages of the whole rollout, known to every rank."""
+    trained = [
+        bool(valid) and bool(sample.completion.ids)
+        for valid, sample in zip(batch.valid, batch.samples, strict=True)
+    ]
+    result = batch.advantages
+    rated = result.advantages[batch.valid].tolist()
+    record = rollout_metrics(batch.samples, trained)
+    record |= {
+        "advantage/mean": mean_of(rated),
+        "advantage/std": std_of(rated),
+        "advantage/min": min_of(rated),
+        "advantage/max": max_of(rated),
+        "advantage/abs_max": max_of(abs(value) for value in rated),
+    }
+    found = render(record)
+    found["advantage/clipped_share"] = result.clipped_share
+    found["counts/singleton_groups"] = float(result.singleton_count)
+    found["counts/missing_rewards"] = float(result.missing_count)
+    return found
