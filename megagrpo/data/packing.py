@@ -177,12 +177,14 @@ def _spread(order: list[int], lengths: Sequence[int], count: int) -> list[list[i
 
 
 def _deal(packs: list[list[int]], lengths: Sequence[int], dp: int) -> list[list[list[int]]]:
-    """Give every rank equally many packs, heaviest first, back and forth over the ranks."""
+    """Give every rank one of the next `dp` packs in turn, the heaviest to who has least so far."""
     loads = [sum(lengths[row] for row in rows) for rows in packs]
     heavy_first = sorted(range(len(packs)), key=lambda index: (-loads[index], index))
     plan: list[list[list[int]]] = [[] for _ in range(dp)]
-    for place, index in enumerate(heavy_first):
-        lap, rank = divmod(place, dp)
-        rank = rank if lap % 2 == 0 else dp - 1 - rank
-        plan[rank].append(sorted(packs[index]) or [DUMMY_ROW])
+    held = [0] * dp
+    for start in range(0, len(packs), dp):
+        light_first = sorted(range(dp), key=lambda rank: (held[rank], rank))
+        for rank, index in zip(light_first, heavy_first[start : start + dp], strict=True):
+            plan[rank].append(sorted(packs[index]) or [DUMMY_ROW])
+            held[rank] += loads[index]
     return plan

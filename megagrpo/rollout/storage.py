@@ -19,6 +19,8 @@ def dump_rollouts(
 ) -> Path:
     """Write one line per sample, all or nothing; returns the path.
 
+    Not forced to disk: a rollout can be lost with the machine, a step must not wait for it.
+
     `extras` are further columns, one value per sample, e.g. {"advantage": [0.7, -0.7]}; they are
     there to be read by people and `load_rollouts` skips them. Raises ValueError where ids and
     log-probs, or an extra column and the samples, differ in length.
@@ -32,10 +34,10 @@ def dump_rollouts(
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", encoding="utf-8") as file:
         for place, sample in enumerate(samples):
-            line = _to_line(sample) | {name: column[place] for name, column in extras.items()}
+            line = _to_line(sample)
+            assert not line.keys() & extras.keys(), f"an extra column of {[*extras]} is a sample's"
+            line |= {name: column[place] for name, column in extras.items()}
             file.write(json.dumps(line, default=str) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(unfinished, path)
     return path
 
