@@ -66,6 +66,9 @@ def test_missing_rewards_leave_the_group_and_are_counted():
     result = _run([1, NAN, 0, 0])
     _close(result, [1.154699, 0, -0.577349, -0.577349])
     assert result.missing_count == 1
+    infinite = _run([1, math.inf, 0, 0])
+    _close(infinite, result.advantages.tolist(), 0)
+    assert infinite.missing_count == 1
     nothing = _run([NAN, NAN])
     assert nothing.advantages.tolist() == [0.0, 0.0]
     assert (nothing.missing_count, nothing.empty_count, nothing.group_count) == (2, 1, 0)

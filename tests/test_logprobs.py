@@ -77,6 +77,7 @@ CASES = {
     "LP-6 chunk 3": Case((3 * _RANDOM).tolist(), [0, 3, 10, 5, 5, 2, 9], chunk=3),
     "LP-12 temperature": Case([[2.0, 1.0, 0.0]] * 3, [0, 1, 2], temperature=0.5),
     "LP-9 large": Case([[1e4, 0.0, 0.0, 0.0]] * 2, [0, 3]),
+    "LP-9 large and cold": Case([[1e4, 0.0, 9.9e3, 1.0]] * 2, [0, 2], temperature=0.5),
     "-inf logit": Case([[1.0, -math.inf, 0.0, 2.0]], [0]),
 }
 

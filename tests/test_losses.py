@@ -400,7 +400,7 @@ def test_unbiased_kl_carries_the_gradient_of_the_ratio():
     assert leaf.grad.item() == pytest.approx(-0.5, abs=1e-9)
 
 
-@pytest.mark.parametrize("delta", [25.0, 3.0, 1e30, -1e30, -25.0])
+@pytest.mark.parametrize("delta", [25.0, 3.0, 100.0, 1e30, -1e30, -25.0])
 def test_an_active_kl_clamp_has_no_gradient(delta):
     """LOSS-13: 25 is over both clamps, 3 only over the output's."""
     leaf = torch.zeros(1, requires_grad=True)
@@ -506,6 +506,13 @@ def test_cispo_cap_is_absolute_and_its_relative_form_has_its_own_name():
     relative = resolve_loss_defaults("cispo_relative", eps_high=5.0)
     value = _one("cispo_relative", [-0.7], old, settings=relative).loss.item()
     assert value == pytest.approx(3.85, abs=1e-9)
+
+
+@pytest.mark.parametrize(("advantage", "counted"), [(1.0, 1), (-1.0, 0)])
+def test_cispo_counts_a_capped_ratio_where_it_lowers_the_gain(advantage, counted):
+    """LOSS-16's counter for the capped losses."""
+    sums = _one("cispo", [-0.7, -0.7], [-7.0, -0.7], advantages=(advantage,)).sums
+    assert (sums["clip_low"].item(), sums["clip_high"].item()) == (0, counted)
 
 
 @pytest.mark.parametrize(("table", "advantage"), [("tau_1", 1.0), ("tau_1_05", -1.0)])
