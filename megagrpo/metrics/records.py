@@ -76,18 +76,18 @@ def merge(records: Sequence[Mapping[str, Entry]]) -> Record:
 
 def _join(name: str, one: Entry, two: Entry) -> Entry:
     assert one.kind == two.kind, f"{name} is recorded as {one.kind} and as {two.kind}"
+    count = one.count + two.count
+    if one.kind in ("mean", "sum"):  # also parts of a sum that bring no count of their own
+        return Entry(one.kind, count, one.value + two.value)
     if not one.count or not two.count:
         return one if one.count else two
-    count = one.count + two.count
     if one.kind == "min":
         return Entry("min", count, min(one.value, two.value))
     if one.kind == "max":
         return Entry("max", count, max(one.value, two.value))
-    if one.kind == "std":  # Chan, Golub, LeVeque 1979: no cancellation between the two parts
-        gap = two.value - one.value
-        spread = one.spread + two.spread + gap * gap * one.count * two.count / count
-        return Entry("std", count, one.value + gap * two.count / count, spread)
-    return Entry(one.kind, count, one.value + two.value)
+    gap = two.value - one.value  # Chan, Golub, LeVeque 1979: no cancellation between the parts
+    spread = one.spread + two.spread + gap * gap * one.count * two.count / count
+    return Entry("std", count, one.value + gap * two.count / count, spread)
 
 
 def render(record: Mapping[str, Entry]) -> dict[str, float]:
