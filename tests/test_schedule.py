@@ -373,7 +373,7 @@ def test_the_learning_rate_and_betas_reach_the_optimizer(folders: dict[str, str]
         trainable = optimizer.wrap_and_build(toy.chunks, toy.context, optim)
         optimizer.set_lr(trainable, 0.125)
         return [
-            (g["lr"], g["betas"], g["weight_decay"] * g["wd_mult"], {p.ndim for p in g["params"]})
+            (g["lr"], g["betas"], g["weight_decay"], {p.ndim for p in g["params"]})
             for g in trainable.optimizer.param_groups
         ]
 

@@ -34,6 +34,16 @@ from megagrpo.weights.table import check_tp, expand  # noqa: E402
 Chunks = Sequence[torch.nn.Module]
 """The model chunks of one rank, bare or wrapped; one chunk without virtual stages."""
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -153,7 +163,7 @@ def _refuse(shape: ModelShape, context: ParallelContext, settings: ModelSettings
         size = getattr(settings, name)
         if size != 1:
             raise ValueError(f"parallel.{name}={size} is not in this version; use 1")
-    if settings.recompute not in ("none", "selective", "full"):
+    if settings.recompute not in _RECOMPUTE:
         raise ValueError(
             f"parallel.recompute={settings.recompute!r} is unknown; use none, selective or full"
         )
@@ -162,6 +172,12 @@ def _refuse(shape: ModelShape, context: ParallelContext, settings: ModelSettings
         raise ValueError("parallel.sequence_parallel=true has no effect with parallel.tp=1")
     check_tp(shape, tp)
     context.layout.stage_layers(shape.num_layers)
+    declared = (context.layout.first_stage_layers, context.layout.last_stage_layers)
+    if context.layout.pp == 1 and declared != (None, None):
+        raise ValueError(
+            f"parallel.first_stage_layers / last_stage_layers={declared} have no effect with "
+            "parallel.pp=1"
+        )
 
 
 def _left_as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -173,16 +189,6 @@ def _transformer_config(
     shape: ModelShape, context: ParallelContext, dtype: torch.dtype, settings: ModelSettings
 ) -> Any:
     layout = context.layout
-    uneven = layout.pp > 1
-    recompute = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    }[settings.recompute]
     return mcore_compat.call(
         TransformerConfig,
         num_layers=shape.num_layers,
@@ -212,8 +218,8 @@ def _transformer_config(
         use_cpu_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers if uneven else None,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers if uneven else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=settings.sequence_parallel,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -229,5 +235,5 @@ def _transformer_config(
         # Packs differ in length; upstream ties that to this dispatcher even for dense models.
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **recompute,
+        **_RECOMPUTE[settings.recompute],
     )

@@ -156,7 +156,7 @@ def wrap_and_build(chunks: Chunks, context: ParallelContext, optim: OptimSetting
         get_megatron_optimizer, config=optimizer_config, model_chunks=wrapped
     )
     for group in optimizer.param_groups:
-        # Upstream leaves wd_mult to its own scheduler; without it vectors would decay like matrices.
+        # Upstream leaves wd_mult to its own scheduler; without it vectors decay like matrices.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     return Trainable(chunks=wrapped, optimizer=optimizer, settings=optim)
 
