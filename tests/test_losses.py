@@ -649,6 +649,16 @@ def test_a_null_setting_takes_the_losss_own_default(name, form, eps, normalize):
     assert (given.aggregation, given.normalize) == ("token-mean", "batch")
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_resolved_settings_resolve_to_themselves(name):
+    """A config file written with every default filled in must start the same run again."""
+    settings = resolve_loss_defaults(name, beta=0.1, entropy_coef=0.01)
+    fields = ("aggregation", "level", "normalize", "eps_low", "eps_high", "cap", "delta")
+    fields += ("dual_clip", "beta", "kl_estimator", "unbiased_kl", "entropy_coef")
+    again = resolve_loss_defaults(name, **{field: getattr(settings, field) for field in fields})
+    assert again == settings
+
+
 def test_cispo_has_the_absolute_cap_of_five():
     assert resolve_loss_defaults("cispo").cap == 5.0
     assert resolve_loss_defaults("cispo", cap=3.0).cap == 3.0

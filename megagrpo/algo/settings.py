@@ -30,13 +30,13 @@ AGGREGATIONS = {
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Numbers of one loss, with no null left; made by `resolve_loss_defaults`."""
+    """Numbers of one loss, null where it has no use for one; made by `resolve_loss_defaults`."""
 
     aggregation: str  # a value of AGGREGATIONS
     level: str = "token"  # ratio per "token", or per "sequence" (geometric mean of its tokens)
-    eps_low: float = 0.2  # the ratio is clipped below 1 - eps_low
-    eps_high: float = 0.2  # and above 1 + eps_high
-    cap: float = 5.0  # cispo: absolute cap of the ratio
+    eps_low: float | None = None  # the ratio is clipped below 1 - eps_low
+    eps_high: float | None = None  # and above 1 + eps_high
+    cap: float | None = None  # cispo: absolute cap of the ratio
     delta: float | None = None  # the unclipped ratio is bounded from above
     dual_clip: float | None = None  # bound c on the loss of A < 0: at most -c A
     tau_positive: float = 1.0  # sapo: temperature of the gate for A > 0
@@ -63,18 +63,24 @@ class LossDefaults:
 _CLIP = frozenset({"eps_low", "eps_high", "delta", "dual_clip"})
 
 LOSS_DEFAULTS: dict[str, LossDefaults] = {
-    "grpo": LossDefaults(LossSettings("seq-mean-token-mean"), _CLIP),
-    "bnpo": LossDefaults(LossSettings("token-mean"), _CLIP),
-    "dapo": LossDefaults(LossSettings("token-mean", eps_high=0.28), _CLIP),
-    "dr_grpo": LossDefaults(LossSettings("seq-mean-token-sum-norm", normalize="none"), _CLIP),
+    "grpo": LossDefaults(LossSettings("seq-mean-token-mean", eps_low=0.2, eps_high=0.2), _CLIP),
+    "bnpo": LossDefaults(LossSettings("token-mean", eps_low=0.2, eps_high=0.2), _CLIP),
+    "dapo": LossDefaults(LossSettings("token-mean", eps_low=0.2, eps_high=0.28), _CLIP),
+    "dr_grpo": LossDefaults(
+        LossSettings("seq-mean-token-sum-norm", eps_low=0.2, eps_high=0.2, normalize="none"), _CLIP
+    ),
     "gspo": LossDefaults(
         LossSettings("seq-mean-token-mean", level="sequence", eps_low=3e-4, eps_high=4e-4),
         _CLIP,
         levels=("sequence",),
     ),
-    "luspo": LossDefaults(LossSettings("seq-mean-token-sum", level="sequence"), _CLIP),
-    "cispo": LossDefaults(LossSettings("token-mean"), frozenset({"cap"})),
-    "cispo_relative": LossDefaults(LossSettings("token-mean"), frozenset({"eps_high"})),
+    "luspo": LossDefaults(
+        LossSettings("seq-mean-token-sum", level="sequence", eps_low=0.2, eps_high=0.2), _CLIP
+    ),
+    "cispo": LossDefaults(LossSettings("token-mean", cap=5.0), frozenset({"cap"})),
+    "cispo_relative": LossDefaults(
+        LossSettings("token-mean", eps_high=0.2), frozenset({"eps_high"})
+    ),
     "sapo": LossDefaults(LossSettings("seq-mean-token-mean"), frozenset()),
     "vespo": LossDefaults(
         LossSettings("token-mean"), frozenset(), levels=("token",), corrections="token_"

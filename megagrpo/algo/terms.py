@@ -44,6 +44,7 @@ def _clipped_term(tokens: Tokens, settings: LossSettings) -> Term:
     PPO arXiv 1707.06347; two bounds DAPO 2503.14476; dual clip 1912.09729.
     """
     ratio, advantages = tokens.ratio, tokens.advantages
+    assert settings.eps_low is not None and settings.eps_high is not None, settings
     low, high = 1.0 - settings.eps_low, 1.0 + settings.eps_high
     first = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
     term = -torch.minimum(first * advantages, ratio.clamp(low, high) * advantages)
@@ -61,10 +62,12 @@ def _capped_term(tokens: Tokens, cap: float) -> Term:
 
 
 def _cispo_term(tokens: Tokens, settings: LossSettings) -> Term:
+    assert settings.cap is not None, settings
     return _capped_term(tokens, settings.cap)
 
 
 def _cispo_relative_term(tokens: Tokens, settings: LossSettings) -> Term:
+    assert settings.eps_high is not None, settings
     return _capped_term(tokens, 1.0 + settings.eps_high)
 
 
