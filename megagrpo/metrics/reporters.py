@@ -145,16 +145,16 @@ class TensorBoard:
                 f"log.tensorboard=true but {error}; pip install tensorboard or set it to false"
             ) from error
         purge = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge)
+        # Written by a thread of its own every 10 s: a step does not wait for the event file.
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, step: int, optimizer_step: int, metrics: Metrics) -> None:
-        """One scalar per name, and flush."""
+        """One scalar per name."""
         for name, value in {"optimizer_step": optimizer_step, **metrics}.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Write what is left and close the event file."""
         self._writer.close()
 
 
