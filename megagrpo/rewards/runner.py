@@ -12,7 +12,8 @@ costs samples, never the run:
   behind it go on at once on threads of their own.
 
 The first traceback of a reward is logged, all failures are counted. Left out: processes of their
-own (a reward shares this process's interpreter lock) and reward models.
+own (a reward that hangs inside C without releasing the interpreter lock, e.g. a runaway regular
+expression, still stops everything) and reward models.
 """
 
 import asyncio
