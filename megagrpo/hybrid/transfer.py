@@ -104,12 +104,10 @@ class Transfer:
         """
         pieces = self._plan.pieces.get(Region(name, box))
         if pieces is None:
-            if volume(box) == 0:
-                return torch.empty(extent(box), dtype=self._dtypes[name], device=self._device)
             raise KeyError(f"region {box} of {name} is not in the plan of the weight sync")
         if len(pieces) == 1:
             return self._part(name, pieces[0])
-        dim = self._stacked[Region(name, box)]
+        dim = self._stacked.get(Region(name, box))
         if dim is not None:
             return torch.cat([self._part(name, piece) for piece in pieces], dim)
         found = torch.empty(extent(box), dtype=self._dtypes[name], device=self._device)
