@@ -42,9 +42,7 @@ def health(run: Run) -> Iterator[str]:
             yield _check(amount > 0, f"{number(amount)} {what}")
     skipped = [value for value in run.column("actor/skipped_steps") if value is not None]
     if skipped:
-        yield _check(
-            max(skipped) > 0, f"optimizer steps skipped, at the end: {number(skipped[-1])}"
-        )
+        yield _check(skipped[-1] > 0, f"{number(skipped[-1])} optimizer steps skipped")
     for name, limit, what in (
         ("response_length/clip_ratio", 0.1, "of the completions were cut at the length limit"),
         ("reward/zero_variance_share", 0.5, "of the groups had equal rewards and taught nothing"),
