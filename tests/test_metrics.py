@@ -1,6 +1,7 @@
 """Numbers that add up over ranks, the reporters, and the report page."""
 
 import json
+import logging
 import math
 import re
 import statistics
@@ -269,7 +270,12 @@ def test_the_progress_line_shows_what_is_known() -> None:
     )
 
 
-def test_console_goes_through_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_goes_through_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("megagrpo")
+    for name, value in (("handlers", []), ("propagate", True), ("level", logger.level)):
+        monkeypatch.setattr(logger, name, value)  # what setup changes is put back
     log.setup(0)
     Console(3).write(1, 1, {"reward/mean": 0.25})
     captured = capsys.readouterr()

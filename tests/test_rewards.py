@@ -1,7 +1,6 @@
 """Finding reward functions, the built-in rules, and a runner that survives what rewards do."""
 
 import asyncio
-import logging
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megagrpo import log
 from megagrpo.rewards.base import check_columns, load_reward, read_scores, reward_name
 from megagrpo.rewards.rules import exact_match, math_answer
 from megagrpo.rewards.runner import RewardRunner, RewardSpec, SampleScore
@@ -398,19 +398,19 @@ def test_read_scores_keeps_values_and_explains_the_rest() -> None:
 
 
 def test_only_the_first_traceback_of_a_reward_is_logged(
-    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raises(prompts: list[str], completions: list[str]) -> list[float]:
         raise KeyError("gold")
 
     runner = make(raises)
-    monkeypatch.setattr(logging.getLogger("megagrpo"), "propagate", True)
-    with caplog.at_level("WARNING", logger="megagrpo"):
-        for key in range(3):
-            submit(runner, key, ["a", "b"])
-        runner.collect()
-    assert len(caplog.records) == 1
-    assert "reward 'raises' raised" in caplog.text and "KeyError: 'gold'" in caplog.text
+    lines: list[str] = []
+    monkeypatch.setattr(log, "warn", lambda text, **_: lines.append(text))
+    for key in range(3):
+        submit(runner, key, ["a", "b"])
+    runner.collect()
+    assert len(lines) == 1
+    assert "reward 'raises' raised" in lines[0] and "KeyError: 'gold'" in lines[0]
     assert runner.take_counts().errors == 6
 
 
