@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megagrpo.model import optimizer
 from megagrpo.parallel import collectives, cpu_cuda, mcore_compat, mcore_cpu, platform
 from megagrpo.parallel.context import destroy_parallel, init_parallel
-from megagrpo.parallel.mcore_repairs import WRITE_QUEUE
+from megagrpo.parallel.mcore_repairs import WRITE_QUEUE, _PackedRope
 from megagrpo.types import Coordinates, Layout
 from tests.megatron_toys import (
     OPTIM,
@@ -206,6 +206,32 @@ def test_collectives_say_the_same_on_every_rank() -> None:
             collectives.agree(rank == 0, "disk full" if rank else "fine here", context)
 
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_vectorised_packed_rope_is_bit_equal_to_upstream(interleaved: bool) -> None:
+    """Two packings in turn, so that a table kept too long would show; and what upstream keeps."""
+    rope = sys.modules["megatron.core.models.common.embeddings.rope_utils"].__dict__[
+        "_apply_rotary_pos_emb_thd"
+    ]
+
+    def check(rank: int) -> None:
+        assert isinstance(rope, _PackedRope)
+        options = {"rotary_interleaved": interleaved, "cp_group": dist.group.WORLD}
+        freqs = torch.outer(torch.arange(9.0), torch.rand(8)).repeat(1, 2)[:, None, None, :]
+        for lengths in ([3, 1, 9, 4], [9, 3, 4, 1], [9, 8]):
+            cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+            for heads in (4, 2):
+                tokens = torch.randn(sum(lengths), heads, 16, requires_grad=True)
+                theirs = rope._upstream(tokens, cu_seqlens, freqs, **options)
+                ours = rope(tokens, cu_seqlens, freqs, **options)
+                assert torch.equal(ours, theirs)
+                weights = torch.randn_like(ours)
+                (wanted,) = torch.autograd.grad((theirs * weights).sum(), tokens)
+                (found,) = torch.autograd.grad((ours * weights).sum(), tokens)
+                assert torch.equal(found, wanted)
+
+    run_ranks(1, check)
 
 
 METADATA = {

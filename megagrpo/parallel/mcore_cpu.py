@@ -14,6 +14,8 @@ Repairs, each by upstream symbol, and when it may go:
 - `dist_checkpointing.strategies.filesystem_async` write queue (all): spawns a Python process per
   rank that re-imports the main script, 20 s per first save; CPU uses a forked manager. Gone when
   upstream takes a context argument that defaults to fork without CUDA.
+- `models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd` (all): right but slow where a pack
+  has many short sequences, 8 % of a training pass of the toy. Gone when upstream gathers.
 - `optimizer.distrib_optimizer.DistributedOptimizer` with torch's own AdamW (all): see
   `mcore_repairs.repair_distributed_optimizer`.
 """
@@ -47,6 +49,7 @@ _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": mcore_repairs.disable_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": mcore_repairs.define_te_general_gemm,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": mcore_repairs.fork_write_queue,
+    "megatron.core.models.common.embeddings.rope_utils": mcore_repairs.vectorise_packed_rope,
     "megatron.core.optimizer.distrib_optimizer": mcore_repairs.repair_distributed_optimizer,
 }
 

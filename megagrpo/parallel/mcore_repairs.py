@@ -65,6 +65,58 @@ def fork_write_queue(module: types.ModuleType) -> None:
             setattr(module, name, WRITE_QUEUE.get)
 
 
+class _PackedRope:
+    """Rotary embedding of packed tokens with the cosines of a micro-batch computed once.
+
+    Upstream slices the frequencies sequence by sequence in Python and takes cosines and sines of
+    all tokens again for queries and keys of every layer. The numbers are the same, bit for bit.
+    """
+
+    def __init__(self, upstream: Callable[..., torch.Tensor]) -> None:
+        self._upstream = upstream
+        self._key: tuple[torch.Tensor, torch.Tensor, torch.dtype] | None = None
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(
+        self, t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Rotate t [T, H, D]; anything but plain whole-head rotation goes to upstream."""
+        plain = not options.get("rotary_interleaved") and not options.get("multi_latent_attention")
+        plain = plain and options.get("mscale", 1.0) == 1.0 and options["cp_group"].size() == 1
+        if not plain or freqs.shape[-1] != t.shape[-1]:
+            return self._upstream(t, cu_seqlens, freqs, **options)
+        cos, sin = self._cos_sin(cu_seqlens, freqs, t.dtype)
+        first, second = t.chunk(2, dim=-1)
+        return t * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def _cos_sin(
+        self, cu_seqlens: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, D] each; kept while the same packing and frequencies come again."""
+        known = self._key
+        if (
+            known is None
+            or self._tables is None
+            or known[0] is not cu_seqlens
+            or known[1] is not freqs
+            or known[2] != dtype
+        ):
+            lengths = cu_seqlens.diff()
+            starts = cu_seqlens[:-1].repeat_interleave(lengths)
+            positions = torch.arange(len(starts), device=starts.device) - starts
+            angles = freqs[positions].squeeze(1)
+            self._key = (cu_seqlens, freqs, dtype)
+            self._tables = (angles.cos().to(dtype), angles.sin().to(dtype))
+        return self._tables
+
+
+def vectorise_packed_rope(module: types.ModuleType) -> None:
+    """`rope_utils`: one gather instead of a Python loop over the sequences of a pack."""
+    if not platform.is_cuda():
+        name = "_apply_rotary_pos_emb_thd"
+        module.__dict__[name] = _PackedRope(module.__dict__[name])
+
+
 def repair_distributed_optimizer(module: types.ModuleType) -> None:
     """`DistributedOptimizer` over torch.optim.AdamW, which keeps one "step" tensor per parameter.
 
