@@ -132,8 +132,11 @@ def megatron_to_hf(
     with staged(out, megatron, template) as folder:
         writer = HFWriter(folder, planned, shard_bytes)
         for info in _with_progress(planned):
-            tensor = source.read(info.name, whole(info.shape))
-            writer.write(info.name, cast(tensor, info.dtype, info.name))
+            # no name is bound: the tensor is gone before the next one is read
+            writer.write(
+                info.name,
+                cast(source.read(info.name, whole(info.shape)), info.dtype, info.name),
+            )
         writer.close()
         files = copy_side_files(template, folder, dtype)
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
