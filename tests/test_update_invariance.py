@@ -63,7 +63,10 @@ def make_samples(folder: Path) -> list[Sample]:
                 )
             )
     scored = reference_logprobs(load_transformers(folder), samples)
-    return [with_rollout_logprobs(sample, old, dice) for sample, old in zip(samples, scored)]
+    return [
+        with_rollout_logprobs(sample, old, dice)
+        for sample, old in zip(samples, scored, strict=True)
+    ]
 
 
 def with_rollout_logprobs(sample: Sample, old: torch.Tensor, dice: random.Random) -> Sample:
@@ -88,7 +91,11 @@ def reference_logprobs(model, samples):
         logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, :, :VALID]
         logp = torch.log_softmax(logits / TEMPERATURE, dim=-1)
         places = range(len(prompt) - 1, len(prompt) + len(ids) - 1)
-        found.append(torch.stack([logp[p, i] for p, i in zip(places, ids)]) if ids else logp[:0, 0])
+        found.append(
+            torch.stack([logp[p, i] for p, i in zip(places, ids, strict=True)])
+            if ids
+            else logp[:0, 0]
+        )
     return found
 
 
@@ -118,7 +125,8 @@ def reference_update(folder: Path, samples: list[Sample], loss: str) -> dict:
         chosen = [row for row in rows if samples[row].group in groups]
         tokens = sum(len(samples[row].completion.ids) for row in chosen)
         total = 0.0
-        current = dict(zip(chosen, reference_logprobs(model, [samples[row] for row in chosen])))
+        scored = reference_logprobs(model, [samples[row] for row in chosen])
+        current = dict(zip(chosen, scored, strict=True))
         for row in chosen:
             ratio = torch.exp(current[row] - old[row])
             advantage = advantages[row]
@@ -150,7 +158,7 @@ def plain_advantages(samples: list[Sample]) -> list[float]:
         rewards = [samples[row].reward for row in rows]
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-        for row, reward in zip(rows, rewards):
+        for row, reward in zip(rows, rewards, strict=True):
             found[row] = 0.0 if max(rewards) == min(rewards) else (reward - mean) / (std + 1e-6)
     return found
 

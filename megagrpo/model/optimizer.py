@@ -98,6 +98,16 @@ class Trainable:
     optimizer: Any  # megatron-core's ChainedOptimizer
     settings: OptimSettings
 
+    def apply_settings(self) -> None:
+        """Write betas, epsilon and weight decay into the optimizer's parameter groups.
+
+        Upstream leaves `wd_mult` (0 for vectors) to a scheduler of its own, and a loaded optimizer
+        brings the groups of the run that saved it.
+        """
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = self.settings.betas, self.settings.eps
+
     def refresh_masters(self) -> None:
         """Copy the model's weights into the optimizer's float32 masters.
 
@@ -155,10 +165,9 @@ def wrap_and_build(chunks: Chunks, context: ParallelContext, optim: OptimSetting
     optimizer = mcore_compat.call(
         get_megatron_optimizer, config=optimizer_config, model_chunks=wrapped
     )
-    for group in optimizer.param_groups:
-        # Upstream leaves wd_mult to its own scheduler; without it vectors decay like matrices.
-        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    return Trainable(chunks=wrapped, optimizer=optimizer, settings=optim)
+    trainable = Trainable(chunks=wrapped, optimizer=optimizer, settings=optim)
+    trainable.apply_settings()
+    return trainable
 
 
 def set_lr(trainable: Trainable, lr: float) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from megagrpo.model.build import bare
 from megagrpo.model.optimizer import Trainable
-from megagrpo.parallel import collectives, mcore_compat, platform
+from megagrpo.parallel import collectives, mcore_compat, mcore_repairs, platform
 from megagrpo.parallel.context import (
     ParallelContext,
     restore_tracker_states,
@@ -80,6 +80,7 @@ def load_checkpoint(
     loaded = mcore_compat.call(dist_checkpointing.load, sharded, str(checkpoint))
     bare(trainable.chunks[0]).load_state_dict(loaded["model"], strict=False)
     trainable.optimizer.load_state_dict(loaded["optimizer"])
+    trainable.apply_settings()  # the groups came with the saved run's; this run's config counts
     _restore_rng(checkpoint / "rng" / f"rank_{context.rank}.pt")
     return read_state(checkpoint)
 
@@ -112,6 +113,7 @@ def _write_shards(unfinished: Path, trainable: Trainable, context: ParallelConte
         str(unfinished),
         content_metadata=SHARDING,
     )
+    mcore_repairs.WRITE_QUEUE.shutdown()  # its process would outlive a rank that leaves hard
     # After upstream's save, which takes a folder with anything in it for a broken checkpoint.
     (unfinished / "rng").mkdir(exist_ok=True)
     rng = {**_plain(platform.rng_snapshot()), "tracker": tracker_states()}

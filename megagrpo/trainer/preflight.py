@@ -19,7 +19,7 @@ from megagrpo.config_file import check_layout
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
 from megagrpo.model import hf_config
 from megagrpo.parallel import platform
-from megagrpo.rewards.base import load_reward, reward_name
+from megagrpo.rewards.base import check_columns, load_reward, reward_name
 from megagrpo.rewards.runner import RewardSpec
 from megagrpo.trainer.manifest import newest_checkpoint
 from megagrpo.trainer.sources import open_source
@@ -195,6 +195,7 @@ def _resolve(config: Config) -> Config:
             algorithm,
             eps_low=loss.eps_low,
             eps_high=loss.eps_high,
+            cap=loss.cap,
             aggregation=loss.aggregation,
             normalize=loss.normalize,
             mismatch=mismatch,
@@ -231,6 +232,10 @@ def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
             f"{key}: the tokenizer makes id {highest}, the model has {prepared.valid_vocab} rows; "
             "model.tokenizer does not belong to model.path"
         )
+    try:
+        check_columns(prepared.rewards, found.prompts[0].columns)
+    except ValueError as error:
+        raise ValueError(f"{key} {path}: {error}") from error
     if prepared.rank == 0 and found.dropped_overlong:
         log.warn(
             f"{key}: dropped {found.dropped_overlong} prompts over "

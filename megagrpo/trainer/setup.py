@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -51,17 +51,25 @@ def run_guarded(build: Callable[[Phases], Run], train: Callable[[Run], None]) ->
     A rank that fails must not wait in exit handlers: its peers sit in a collective, and the end of
     this process is what wakes them.
     """
-    phases = Phases()
+    phases, done = Phases(), False
     try:
         train(build(phases))
-    except BaseException as error:
-        traceback.print_exc()
-        reason = " ".join(str(error).split()) or type(error).__name__
-        log.error(f"error: failed in phase {phases.current!r}: {reason}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        done = True
+    finally:
+        if not done:
+            _leave(phases)
     return 0
+
+
+def _leave(phases: Phases) -> NoReturn:
+    """Report the exception in flight and end the process without exit handlers."""
+    error = sys.exc_info()[1]
+    traceback.print_exception(error)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    log.error(f"error: failed in phase {phases.current!r}: {reason}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def build_run(prepared: Prepared, phases: Phases) -> Run:
