@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def _set_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # torch 2.13 renames collectives that megatron-core and vLLM still call by their old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|vllm)\.")
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -96,7 +96,9 @@ class StepReport:
         metrics["actor/kl_coef"] = self._prepared.config.algorithm.kl.beta
         metrics["actor/skipped_steps"] = float(progress.skipped_steps)
         metrics.update(self._over_ranks(sync, counts))
-        metrics.update(self._speed(batch, elapsed))
+        apart = seconds.get("testing", 0.0) + seconds.get("save_checkpoint", 0.0)
+        metrics.update(self._speed(batch, elapsed - apart))
+        metrics["timing_s/step"] = elapsed
         metrics.update({f"timing_s/{name}": value for name, value in seconds.items()})
         metrics.update(evaluation)
         if self._context.rank == 0 and self._prepared.config.rollout.dump:
@@ -124,11 +126,11 @@ class StepReport:
         dump_rollouts(path, batch.samples, {"advantage": advantages})
 
     def _speed(self, batch: Batch, elapsed: float) -> dict[str, float]:
+        """Of the step without evaluation and checkpoint, seconds."""
         tokens = sum(len(s.prompt.ids) + len(s.completion.ids) for s in batch.samples)
         world = self._context.layout.world
         return {
             "perf/step_seconds": elapsed,
-            "timing_s/step": elapsed,
             "perf/tokens_per_second_per_gpu": tokens / elapsed / world,
         }
 

@@ -84,27 +84,14 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     scoring = Scoring(context, config.rollout.temperature, prepared.valid_vocab)
     reference = _reference(prepared, origin, scoring, phases)
     engine = _engine(prepared)
-    optim = config.optim
-    trainable = wrap_and_build(
-        chunks,
-        context,
-        OptimSettings(
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            grad_clip=optim.grad_clip,
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        ),
-    )
-    hybrid = _hybrid(prepared, context, trainable, engine, phases)
+    trainable = _trainable(prepared, chunks, context)
+    hybrid = _hybrid(prepared, context, trainable, engine)
     collector = Collector(
         engine=engine,
         rewards=RewardRunner(prepared.rewards),
         decode=lambda ids: decode(prepared.tokenizer, ids),
         gather=patient_gather(config.rollout.timeout_s),
     )
-    run_dir = Path(config.trainer.run_dir)
     return Run(
         context=context,
         phases=phases,
@@ -124,19 +111,9 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         ),
         reporter=StepReport(prepared, context),
         rollout=_rollout(prepared),
-        advantage=AdvantageSettings(
-            normalize=prepared.loss.normalize,
-            baseline=config.algorithm.baseline,
-            clip=config.algorithm.advantage_clip,
-        ),
+        advantage=_advantage(prepared),
         cut=_cut(prepared),
-        save_settings=SaveSettings(
-            run_dir=run_dir,
-            every=config.trainer.save_every,
-            keep_last=config.trainer.keep_last,
-            hf_folder=prepared.hf_folder,
-            origin=origin,
-        ),
+        save_settings=_save(prepared, origin),
         steps=prepared.steps,
         resume_from=prepared.resume_from,
     )
@@ -178,6 +155,22 @@ def _model(prepared: Prepared, context: ParallelContext) -> list[torch.nn.Module
     )
 
 
+def _trainable(prepared: Prepared, chunks: Chunks, context: ParallelContext) -> Trainable:
+    optim = prepared.config.optim
+    return wrap_and_build(
+        chunks,
+        context,
+        OptimSettings(
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            grad_clip=optim.grad_clip,
+            use_distributed_optimizer=prepared.config.parallel.use_distributed_optimizer,
+        ),
+    )
+
+
 def _reference_origin(prepared: Prepared) -> dict[str, Any]:
     """Path and digest of the reference; after a resume those of step 0, checked."""
     config = prepared.config
@@ -213,7 +206,6 @@ def _hybrid(
     context: ParallelContext,
     trainable: Trainable,
     engine: RolloutEngine,
-    phases: Phases,
 ) -> HybridEngine:
     return HybridEngine(
         engine=engine,
@@ -256,6 +248,26 @@ def _minibatches(prepared: Prepared) -> int:
     data = prepared.config.data
     assert data.minibatch_prompts is not None, "preflight resolves it"
     return data.prompts_per_step // data.minibatch_prompts
+
+
+def _advantage(prepared: Prepared) -> AdvantageSettings:
+    algorithm = prepared.config.algorithm
+    return AdvantageSettings(
+        normalize=prepared.loss.normalize,
+        baseline=algorithm.baseline,
+        clip=algorithm.advantage_clip,
+    )
+
+
+def _save(prepared: Prepared, origin: dict[str, Any]) -> SaveSettings:
+    trainer = prepared.config.trainer
+    return SaveSettings(
+        run_dir=Path(trainer.run_dir),
+        every=trainer.save_every,
+        keep_last=trainer.keep_last,
+        hf_folder=prepared.hf_folder,
+        origin=origin,
+    )
 
 
 def _cut(prepared: Prepared) -> CutSettings:
