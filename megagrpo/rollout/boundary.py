@@ -34,9 +34,15 @@ class Answer(Protocol):
     finish_reason: str | None  # "stop" or "length"
 
 
-def check_requests(requests: Sequence[Request], sampling: Sampling, max_model_len: int) -> None:
-    """Raises ValueError for a request that vLLM would refuse with its whole batch, or cut short
-    in silence."""
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, max_model_len: int, valid_vocab: int
+) -> None:
+    """Raises ValueError for a request that vLLM would refuse with its whole batch, cut short in
+    silence, or stumble over: its top-k expects all columns of the model's vocabulary."""
+    if sampling.top_k > valid_vocab:
+        raise ValueError(
+            f"top_k={sampling.top_k} exceeds the {valid_vocab} ids of the tokenizer; use 0 (off)"
+        )
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(
             f"temperature={sampling.temperature} is below vLLM's least {MIN_TEMPERATURE}; use 0 "

@@ -32,6 +32,7 @@ import vllm.v1.engine.core as engine_core  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 
 # logprobs 0: of the sampled token alone. ignore_eos: the engine's own end-of-sequence id; ours are
 # stop ids.
@@ -115,14 +116,14 @@ class VLLMEngine:
 
     def wake_weights(self) -> None:
         """Take the weights' memory, filled with NaN until a load."""
-        if platform.is_cuda():
+        if platform.is_cuda() and not self._weights_awake:
             self._llm.wake_up(tags=["weights"])
             self._poison()
         self._weights_awake = True
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory; on CPU its pages come back when written."""
-        if platform.is_cuda():
+        if platform.is_cuda() and not self._cache_awake:
             self._llm.wake_up(tags=["kv_cache"])
         self._cache_awake = True
 
@@ -143,7 +144,7 @@ class VLLMEngine:
             raise RuntimeError(
                 "generation refused: no weight sync completed since the engine woke up"
             )
-        check_requests(requests, sampling, self.settings.max_model_len)
+        check_requests(requests, sampling, self.settings.max_model_len, self.settings.valid_vocab)
         done: dict[int, Completion] = {}
         if requests:
             with rng_kept(), torch.inference_mode(), self._abort_leftovers():
@@ -240,9 +241,12 @@ def _build(settings: EngineSettings) -> LLM:
         seed=settings.seed,
         **special,
     )
-    quantization = llm.llm_engine.model_config.quantization
-    if quantization is not None:
-        raise ValueError(f"{settings.model_folder} is quantised ({quantization}); not supported")
+    model = llm.llm_engine.model_config
+    if model.quantization is not None:
+        raise ValueError(f"{settings.model_folder} is quantised ({model.quantization}); refused")
+    sizes = CPUAttentionBackend.get_supported_head_sizes()  # vLLM would fail in the first step
+    if not platform.is_cuda() and model.get_head_size() not in sizes:
+        raise ValueError(f"head_dim={model.get_head_size()}: vLLM on CPU knows {sizes}")
     return llm
 
 
