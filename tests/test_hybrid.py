@@ -98,7 +98,7 @@ def test_two_syncs_deliver_two_different_sets_of_weights_bit_equal(
         digests = []
         for full in (first, second):
             fill_(local, slices, full)
-            with both.rollout_mode():
+            with both.rollout_mode(1):
                 expect_weights(engine, full)
                 digests.append(both.stats["sync/digest"])
         moved = both._transfer.received_bytes
@@ -123,7 +123,7 @@ def test_a_tied_model_needs_no_head_and_pipeline_ends_agree_on_the_embedding(
 
     def body(rank: int) -> float:
         both, engine, _, _ = hybrid(rank, shape, Layout(2, pp=2), full)
-        with both.rollout_mode():
+        with both.rollout_mode(1):
             expect_weights(engine, full)
         return both.stats["sync/digest"]
 
@@ -151,13 +151,13 @@ def test_weights_arrive_and_are_versioned_whenever_generation_is_possible(tmp_pa
         for step in range(1, 4):
             full = hf_tensors(config, seed=step)
             fill_(local, slices, full)
-            with both.rollout_mode() as served:
+            with both.rollout_mode(step) as served:
                 assert served is engine and engine.version == both.version == step
                 seen.append(both.stats["sync/digest"])
                 assert seen[-1] == digest_of(engine.weights) == digest_of(full)
                 with pytest.raises(RuntimeError, match="leave rollout_mode"), both.train_mode():
                     pass
-                with pytest.raises(RuntimeError, match="leave rollout_mode"), both.rollout_mode():
+                with pytest.raises(RuntimeError, match="leave rollout_mode"), both.rollout_mode(1):
                     pass
             with both.train_mode():
                 assert not engine.awake
@@ -190,9 +190,9 @@ def test_non_finite_weights_are_refused_on_all_ranks_by_name(tmp_path: Path, bad
         both, engine, local, _ = hybrid(rank, shape, Layout(2, tp=2), full)
         if rank == 1:
             local["decoder.layers.1.mlp.linear_fc2.weight"][3, 5] = bad
-        with pytest.raises(ValueError) as refusal, both.rollout_mode():
+        with pytest.raises(ValueError) as refusal, both.rollout_mode(1):
             pass
-        assert (both.version, engine.version, engine.weights) == (0, -1, {})
+        assert (both.version, engine.version, engine.weights) == (-1, -1, {})
         return str(refusal.value)
 
     for message in run_ranks(2, body):
@@ -232,9 +232,9 @@ def test_a_sync_that_breaks_off_leaves_no_version_and_names_the_tensor(
     def body(rank: int) -> None:
         both, engine, _, _ = hybrid(rank, shape, Layout(1), full, **option)
         (name,) = option.values()
-        with pytest.raises((OSError, RuntimeError), match=name), both.rollout_mode():
+        with pytest.raises((OSError, RuntimeError), match=name), both.rollout_mode(1):
             pytest.fail("generation was possible")
-        assert (both.version, engine.version, engine.awake, both.stats) == (0, -1, False, {})
+        assert (both.version, engine.version, engine.awake, both.stats) == (-1, -1, False, {})
         assert "reset_prefix_cache" not in engine.events
 
     run_ranks(1, body)
@@ -259,7 +259,7 @@ def test_boxes_that_the_engine_keeps_survive_the_next_sync_and_nothing_else_stay
         gc.freeze()  # what lives already is not looked through
         for number, full in enumerate(versions):
             fill_(local, slices, full)
-            with both.rollout_mode():
+            with both.rollout_mode(1):
                 pass
             if number == 0:
                 kept = {name: engine.weights[name] for name in elsewhere}

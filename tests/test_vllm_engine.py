@@ -133,7 +133,7 @@ def serve(rank: int, folder: str, case: Case) -> tuple[Round, Round, dict[str, f
     hot = Sampling(temperature=0.7, max_tokens=6, stop_ids=(1,))
     with pytest.raises(RuntimeError, match="generation refused"):  # SYNC-20: asleep
         engine.generate(requests(0, 0), hot)
-    with hybrid.rollout_mode():
+    with hybrid.rollout_mode(1):
         asked = requests(engine.replica, 1)
         order: list[int] = []
         one = (asked, engine.generate(asked, hot, lambda i, _: order.append(i)))
@@ -148,7 +148,7 @@ def serve(rank: int, folder: str, case: Case) -> tuple[Round, Round, dict[str, f
     assert all(not cache.any() for cache in engine._worker.model_runner.kv_caches)
     check_incomplete_load_is_named(engine, second, hf_manifest(shape, torch.float32))
     fill_(local, slices, second)
-    with hybrid.rollout_mode(), boosted_logit(engine):
+    with hybrid.rollout_mode(1), boosted_logit(engine):
         asked = requests(engine.replica, 2)
         two = (asked, engine.generate(asked, Sampling(1.0, 6, stop_ids=tuple(range(3, 30)))))
     assert hybrid.version == engine.version == 2

@@ -31,8 +31,8 @@ from megagrpo.weights.slices import Slice
 class HybridEngine:
     """Trainer's shard and engine of one rank; built on all ranks together.
 
-    `version` counts completed syncs and may be set to go on counting after a resume. `stats` holds
-    the metrics of the last sync by their names; `extra_bytes_peak` is this rank's.
+    `version` is that of the weights of the last completed sync, as the trainer counts its steps.
+    `stats` holds the metrics of the last sync by their names; `extra_bytes_peak` is this rank's.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HybridEngine:
         """`prepare` makes the parameters whole (a pending parameter gather); the engine goes to
         sleep. Raises ValueError if trainer, manifest and engine name different tensors."""
         self.engine = engine
-        self.version = 0
+        self.version = -1
         self.stats: dict[str, float] = {}
         self._parameters, self._context, self._prepare = parameters, context, prepare
         self._offload: Offload = Resident() if offload is None else offload
@@ -83,11 +83,11 @@ class HybridEngine:
         )
         engine.sleep()
 
-    def sync(self) -> None:
+    def sync(self, version: int) -> None:
         """Move the trainer's weights into the engine, whose weights must be awake.
 
         All ranks join. Raises ValueError on all of them, before anything moves, if a weight is not
-        finite. The version counts up only when every weight has been written.
+        finite. `version` is taken over only when every weight has been written.
         """
         start = time.perf_counter()
         self._prepare()
@@ -98,7 +98,7 @@ class HybridEngine:
         self.engine.check_written()
         self.engine.reset_prefix_cache()
         platform.synchronize()
-        self.version += 1
+        self.version = version
         self.engine.version = self.version
         self.stats = {
             "sync/seconds": time.perf_counter() - start,
@@ -110,9 +110,9 @@ class HybridEngine:
         }
 
     @contextmanager
-    def rollout_mode(self) -> Iterator[RolloutEngine]:
-        """Inside, the engine serves the current weights; afterwards it sleeps and training may go
-        on. All ranks join; raises RuntimeError inside another rollout."""
+    def rollout_mode(self, version: int) -> Iterator[RolloutEngine]:
+        """Inside, the engine serves the current weights as `version` (the trainer's finished
+        steps); afterwards it sleeps and training may go on. All ranks join; raises RuntimeError inside another rollout."""
         self.check_training()
         self._in_rollout = True
         try:
@@ -120,7 +120,7 @@ class HybridEngine:
             self._offload.release_optimizer()
             platform.synchronize()
             self.engine.wake_weights()
-            self.sync()
+            self.sync(version)
             self._offload.release_parameters()
             self.engine.wake_kv_cache()
             yield self.engine

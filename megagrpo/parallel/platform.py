@@ -106,6 +106,10 @@ def init_process_group(timeout_s: float) -> None:
     }
     if world_from_env() == 1:
         settings["store"] = dist.HashStore()
+        # Libraries that expect a launcher (vLLM's external_launcher) read these; nobody connects.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            os.environ.setdefault(name, value)
     dist.init_process_group(**settings)
 
 

@@ -53,8 +53,8 @@ class Evaluator:
         return bool(self.prompts) and (last or (every > 0 and step % every == 0))
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the weights after `step` optimizer updates; all ranks join."""
-        with self.hybrid.rollout_mode():
+        """Metrics of the weights after `step` finished steps; all ranks join."""
+        with self.hybrid.rollout_mode(step):
             return score_held_out(self.collector, self.prompts, self.settings, step)
 
 

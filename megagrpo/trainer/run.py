@@ -88,7 +88,7 @@ class Run:
     def roll_out(self, prompts: list[Prompt], step: int) -> list[Sample]:
         """G scored samples per prompt from the weights as they are; all ranks join."""
         draw = Draw(self.rollout.seed, "train", step)
-        with self.hybrid.rollout_mode():
+        with self.hybrid.rollout_mode(version=step - 1):
             return self.collector.collect(
                 prompts, draw, self.rollout.sampling, self.rollout.group_size
             )
@@ -144,7 +144,6 @@ class Run:
             "skipped_steps": self.policy.skipped_steps,
             "steps_over_stop": self.policy.steps_over_stop,
             "sampler": self.sampler.state(),
-            "version": self.hybrid.version,
             "reference": settings.origin,
         }
         path = save_checkpoint(
@@ -165,6 +164,5 @@ class Run:
         self.policy.optimizer_steps = state["optimizer_steps"]
         self.policy.skipped_steps = state["skipped_steps"]
         self.policy.steps_over_stop = state["steps_over_stop"]
-        self.hybrid.version = state["version"]
         self.done = state["step"]
         log.info(f"resumed from {checkpoint}: {self.done} of {self.steps} steps done")
