@@ -27,7 +27,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `fn(rank, *args)` on `world` forked gloo ranks; closures are fine, results are pickled."""
+    """Run `fn(rank, *args)` on `world` forked gloo ranks; closures work, results are pickled."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         pipes, children = [], []
         for rank in range(world):

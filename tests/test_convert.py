@@ -511,6 +511,9 @@ def peak_growth(hf: Path, out: Path, back: Path) -> tuple[int, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
+    toy = make_hf_folder(out.parent / "toy", "llama")  # pages of code enter memory at first use
+    to_megatron(toy, out.parent / "toy_m")
+    to_hf(out.parent / "toy_m", out.parent / "toy_b")
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process, as it always
     grown = []  # does for tensors of real models (over 32 MB)

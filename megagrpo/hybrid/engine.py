@@ -111,8 +111,9 @@ class HybridEngine:
 
     @contextmanager
     def rollout_mode(self, version: int) -> Iterator[RolloutEngine]:
-        """Inside, the engine serves the current weights as `version` (the trainer's finished
-        steps); afterwards it sleeps and training may go on. All ranks join; raises RuntimeError inside another rollout."""
+        """Inside, the engine serves the current weights as `version`, the trainer's number of
+        finished steps; afterwards it sleeps and training may go on. All ranks join; raises
+        RuntimeError inside another rollout."""
         self.check_training()
         self._in_rollout = True
         try:
