@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megagrpo import log
 from megagrpo.config import help_text
-from megagrpo.config_file import load_config
+from megagrpo.config_file import EVALUATION_NEEDS, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("evaluate", help="score a checkpoint on held-out prompts")
     evaluate.add_argument("--model", required=True, help="checkpoint or HuggingFace folder")
-    evaluate.add_argument("--config", help="YAML file of the run: data.eval, rewards, eval keys")
+    evaluate.add_argument(
+        "--config",
+        help="YAML file with data.eval, rewards; default: that of the run that saved the model",
+    )
     evaluate.add_argument("overrides", nargs="*", metavar="section.key=value")
     evaluate.set_defaults(command=_evaluate)
 
@@ -92,7 +95,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     overrides = [f"model.path={arguments.model}", *arguments.overrides]
-    config = load_config(arguments.config, overrides)
+    path = arguments.config or _config_of_run(Path(arguments.model))
+    config = load_config(path, overrides, EVALUATION_NEEDS)
     from megagrpo.parallel import platform
     from megagrpo.trainer.evaluate import evaluate_checkpoint
     from megagrpo.trainer.preflight import prepare_evaluation
@@ -102,6 +106,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{name} {value:.4f}\n")
     sys.stdout.flush()
     return 0
+
+
+def _config_of_run(checkpoint: Path) -> str | None:
+    """The config.yaml of the run that saved RUN_DIR/checkpoints/step_N, if it is one."""
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if checkpoint.resolve().parent.name != "checkpoints" or not path.is_file():
+        return None
+    log.info(f"settings: {path}")
+    return str(path)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -20,12 +20,18 @@ from omegaconf import errors as omegaconf_errors
 from megagrpo.config import Config, RewardConfig, known_keys
 from megagrpo.types import Layout
 
+TRAINING_NEEDS = ("model.path", "data.train")
+EVALUATION_NEEDS = ("model.path", "data.eval")
 
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+
+def load_config(
+    path: str | None, overrides: Sequence[str] = (), required: Sequence[str] = TRAINING_NEEDS
+) -> Config:
     """Merge defaults, a YAML file and `section.key=value` words, and check them.
 
-    Raises ValueError with one line: unknown key (where it came from and the nearest known one),
-    wrong type, value outside its choices, or a contradiction between keys.
+    `required` names keys that must be set. Raises ValueError with one line: unknown key (where it
+    came from and the nearest known one), wrong type, value outside its choices, or a contradiction
+    between keys.
     """
     tree = OmegaConf.structured(Config)
     if path is not None:
@@ -37,6 +43,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     _check_choices(config)
+    _check_required(config, required)
     _check_values(config)
     return config
 
@@ -124,7 +131,6 @@ def _check_choices(node: Any, prefix: str = "") -> None:
 
 def _check_values(config: Config) -> None:
     """Checks between keys; each message says value, limit and cure."""
-    _check_required(config)
     _check_counts(config)
     _check_sampling(config)
     parallel, optim = config.parallel, config.optim
@@ -154,10 +160,11 @@ def _check_values(config: Config) -> None:
         raise ValueError(f"rewards have the same name twice: {names}; give each its own name")
 
 
-def _check_required(config: Config) -> None:
-    for name, value in (("model.path", config.model.path), ("data.train", config.data.train)):
-        if not value:
-            raise ValueError(f"{name} is not set; give a path, e.g. {name}=DIR")
+def _check_required(config: Config, required: Sequence[str]) -> None:
+    for name in required:
+        section, key = name.split(".")
+        if not getattr(getattr(config, section), key):
+            raise ValueError(f"{name} is not set; give a path, e.g. {name}=PATH")
     if not config.rewards:
         raise ValueError("rewards is empty; give at least one, e.g. rewards=[{path: exact_match}]")
     for number, reward in enumerate(config.rewards):

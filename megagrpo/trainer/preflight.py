@@ -84,8 +84,6 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
 
 def prepare_evaluation(config: Config, rank: int, world: int) -> Prepared:
     """The same for `megagrpo evaluate`: no layout of a trainer, no run folder."""
-    if config.data.eval is None:
-        raise ValueError("data.eval is not set; give held-out prompts, e.g. data.eval=FILE")
     layout = Layout(world=world)
     if world % config.rollout.tp:
         raise ValueError(f"rollout.tp={config.rollout.tp} does not divide the {world} processes")
