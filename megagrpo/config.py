@@ -8,14 +8,25 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 
-def key(default: Any, text: str, *, choices: tuple[Any, ...] = (), first: bool = False) -> Any:
-    """A config field: default, one line of help, allowed values, shown in the short help."""
-    metadata = {"help": text, "choices": choices, "first": first}
+def key(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    within: str = "",
+    first: bool = False,
+) -> Any:
+    """A config field: default, one line of help, allowed values or interval, in the short help."""
+    metadata = {"help": text, "choices": choices, "within": within, "first": first}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type) and is_dataclass(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE = "[1, inf)", "[0, inf)", "(0, inf)"
+SEED = "[0, 4294967295]"  # what every generator takes
 
 
 @dataclass(frozen=True)
@@ -48,33 +59,54 @@ class ReferenceConfig:
 class ParallelConfig:
     """How the ranks are cut; data parallel is what is left."""
 
-    tp: int = key(1, "tensor-parallel ranks of the policy", first=True)
-    pp: int = key(1, "pipeline stages of the policy", first=True)
-    first_stage_layers: int | None = key(None, "layers of the first stage of an uneven pipeline")
-    last_stage_layers: int | None = key(None, "layers of the last stage of an uneven pipeline")
+    tp: int = key(1, "tensor-parallel ranks of the policy", within=AT_LEAST_ONE, first=True)
+    pp: int = key(1, "pipeline stages of the policy", within=AT_LEAST_ONE, first=True)
+    first_stage_layers: int | None = key(
+        None, "layers of the first stage of an uneven pipeline", within=AT_LEAST_ONE
+    )
+    last_stage_layers: int | None = key(
+        None, "layers of the last stage of an uneven pipeline", within=AT_LEAST_ONE
+    )
+    vpp: int = key(1, "virtual pipeline stages; only 1 in this version")
+    cp: int = key(1, "context-parallel ranks; only 1 in this version")
+    ep: int = key(1, "expert-parallel ranks; only 1 in this version")
+    etp: int = key(1, "tensor-parallel ranks of experts; only 1 in this version")
     sequence_parallel: bool = key(False, "split norms and dropout over the tensor ranks; tp > 1")
     recompute: str = key("none", "activation recomputation", choices=("none", "selective", "full"))
     use_distributed_optimizer: bool = key(True, "shard optimizer state over data parallel")
-    timeout_s: int = key(1800, "seconds a collective waits for a lost rank before the run ends")
+    timeout_s: int = key(
+        1800, "seconds a collective waits for a lost rank before the run ends", within=AT_LEAST_ONE
+    )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """The engine and how it samples."""
 
-    tp: int = key(1, "tensor-parallel ranks of one engine replica; divides the world", first=True)
+    tp: int = key(
+        1,
+        "tensor-parallel ranks of one engine replica; divides the world",
+        within=AT_LEAST_ONE,
+        first=True,
+    )
     group_size: int = key(8, "completions per prompt (G), at least 2", first=True)
-    max_prompt_tokens: int = key(1024, "longest prompt, tokens", first=True)
-    max_response_tokens: int = key(1024, "longest completion, tokens", first=True)
+    max_prompt_tokens: int = key(1024, "longest prompt, tokens", within=AT_LEAST_ONE, first=True)
+    max_response_tokens: int = key(
+        1024, "longest completion, tokens", within=AT_LEAST_ONE, first=True
+    )
     temperature: float = key(1.0, "sampling temperature, > 0; the trainer divides by it too")
     top_p: float = key(1.0, "must stay 1.0 in training: the trainer does not filter")
     top_k: int = key(0, "must stay 0 (off) in training: the trainer does not filter")
     min_p: float = key(0.0, "must stay 0.0 in training: the trainer does not filter")
-    seed: int | None = key(None, "sampling seed; null is trainer.seed")
-    kv_cache_gb: float | None = key(None, "KV cache of one rank, GiB; null: 0.25 on CPU")
-    gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may take when awake")
-    max_num_seqs: int = key(256, "sequences the engine runs at once")
-    timeout_s: int = key(1800, "seconds the slowest replica may generate")
+    seed: int | None = key(None, "sampling seed; null is trainer.seed", within=SEED)
+    kv_cache_gb: float | None = key(
+        None, "KV cache of one rank, GiB; null: 0.25 on CPU", within=POSITIVE
+    )
+    gpu_memory_utilization: float = key(
+        0.6, "share of GPU memory the engine may take when awake", within="(0, 1]"
+    )
+    max_num_seqs: int = key(256, "sequences the engine runs at once", within=AT_LEAST_ONE)
+    timeout_s: int = key(1800, "seconds the slowest replica may generate", within=AT_LEAST_ONE)
     dump: bool = key(True, "write rollouts/step_N.jsonl")
 
 
@@ -102,17 +134,23 @@ class CorrectionConfig:
             "geometric_mask",
         ),
     )
-    cap: float = key(2.0, "upper bound of the weight, inclusive")
-    low: float | None = key(None, "lower bound of the weight, inclusive; null is none")
+    cap: float = key(2.0, "upper bound of the weight, inclusive", within=POSITIVE)
+    low: float | None = key(
+        None, "lower bound of the weight, inclusive; null is none", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True)
 class MismatchConfig:
     """Alarm on mean |old - rollout| log-prob; null thresholds follow the dtype."""
 
-    warn: float | None = key(None, "warn above this many nats; 0.05 in bfloat16, 1e-4 in float32")
-    stop: float | None = key(None, "end the run above this; 0.1 in bfloat16, 1e-3 in float32")
-    patience: int = key(2, "consecutive steps over `stop` that end the run")
+    warn: float | None = key(
+        None, "warn above this many nats; 0.05 in bfloat16, 1e-4 in float32", within=NOT_NEGATIVE
+    )
+    stop: float | None = key(
+        None, "end the run above this; 0.1 in bfloat16, 1e-3 in float32", within=NOT_NEGATIVE
+    )
+    patience: int = key(2, "consecutive steps over `stop` that end the run", within=AT_LEAST_ONE)
 
 
 LOSSES = (
@@ -152,7 +190,7 @@ class AlgorithmConfig:
     dual_clip: float | None = key(None, "bound c >= 1 on the loss of A < 0: -c A; null is none")
     normalize: str | None = key(None, "advantage scale", choices=(None, "std", "none", "batch"))
     baseline: str = key("mean", "advantage baseline", choices=("mean", "leave_one_out"))
-    advantage_clip: float | None = key(None, "bound on |advantage|; null is none")
+    advantage_clip: float | None = key(None, "bound on |advantage|; null is none", within=POSITIVE)
     kl: KLConfig = key(KLConfig, "KL to the reference")
     correction: CorrectionConfig = key(CorrectionConfig, "rollout correction")
     mismatch: MismatchConfig = key(MismatchConfig, "rollout/trainer mismatch alarm")
@@ -171,10 +209,14 @@ class DataConfig:
         "prompts over rollout.max_prompt_tokens: drop and count, or error",
         choices=("drop", "error"),
     )
-    prompts_per_step: int = key(128, "prompts of one rollout", first=True)
+    prompts_per_step: int = key(128, "prompts of one rollout", within=AT_LEAST_ONE, first=True)
     minibatch_prompts: int | None = key(None, "prompts of one optimizer step; null is all")
-    max_tokens_per_microbatch: int = key(16384, "tokens of one forward pass on a rank")
-    shuffle_seed: int | None = key(None, "seed of the prompt order; null is trainer.seed")
+    max_tokens_per_microbatch: int = key(
+        16384, "tokens of one forward pass on a rank", within=AT_LEAST_ONE
+    )
+    shuffle_seed: int | None = key(
+        None, "seed of the prompt order; null is trainer.seed", within=SEED
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +226,9 @@ class RewardConfig:
     path: str = key("", "exact_match, math_answer, module:function or file.py:function")
     name: str | None = key(None, "name in metrics; null is the function's name")
     weight: float = key(1.0, "factor in the total")
-    timeout_s: float = key(60.0, "seconds a call may take before its samples count as failed")
+    timeout_s: float = key(
+        60.0, "seconds a call may take before its samples count as failed", within=POSITIVE
+    )
     kwargs: dict[str, Any] = key({}, "extra keyword arguments")
 
 
@@ -192,42 +236,52 @@ class RewardConfig:
 class OptimConfig:
     """AdamW and its schedule, counted in optimizer steps."""
 
-    lr: float = key(1e-6, "peak learning rate", first=True)
-    min_lr: float = key(0.0, "learning rate at the end of a linear or cosine schedule")
+    lr: float = key(1e-6, "peak learning rate", within=NOT_NEGATIVE, first=True)
+    min_lr: float = key(
+        0.0, "learning rate at the end of a linear or cosine schedule", within=NOT_NEGATIVE
+    )
     schedule: str = key("constant", "after warm-up", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up", first=True)
-    weight_decay: float = key(0.01, "decoupled weight decay of matrices")
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", within=NOT_NEGATIVE, first=True)
+    weight_decay: float = key(0.01, "decoupled weight decay of matrices", within=NOT_NEGATIVE)
     betas: list[float] = key([0.9, 0.999], "Adam's two moments")
-    eps: float = key(1e-8, "Adam's epsilon")
-    grad_clip: float = key(1.0, "bound on the global gradient norm")
+    eps: float = key(1e-8, "Adam's epsilon", within=POSITIVE)
+    grad_clip: float = key(1.0, "bound on the global gradient norm; 0 is off", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """Length, place and checkpoints of the run."""
 
-    steps: int | None = key(None, "rollout steps; null runs `epochs`", first=True)
-    epochs: int = key(1, "passes over the prompts when steps is null")
+    steps: int | None = key(
+        None, "rollout steps; null runs `epochs`", within=AT_LEAST_ONE, first=True
+    )
+    epochs: int = key(1, "passes over the prompts when steps is null", within=AT_LEAST_ONE)
     run_dir: str = key("runs/megagrpo", "folder of the run", first=True)
-    save_every: int = key(0, "steps between checkpoints; 0 saves only the last", first=True)
-    keep_last: int = key(2, "checkpoints kept; at least 1")
+    save_every: int = key(
+        0, "steps between checkpoints; 0 saves only the last", within=NOT_NEGATIVE, first=True
+    )
+    keep_last: int = key(2, "checkpoints kept; at least 1", within=AT_LEAST_ONE)
     resume: str = key(
         "auto",
         "auto continues the newest complete checkpoint of run_dir, never starts anew",
         choices=("auto", "never"),
     )
-    seed: int = key(0, "seed of everything that has none of its own")
+    seed: int = key(0, "seed of everything that has none of its own", within=SEED)
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Held-out evaluation."""
 
-    every: int = key(0, "steps between evaluations; 0 only at the ends", first=True)
+    every: int = key(
+        0, "steps between evaluations; 0 only at the ends", within=NOT_NEGATIVE, first=True
+    )
     at_start: bool = key(True, "evaluate before the first step")
-    samples: int = key(1, "completions per held-out prompt (k)")
+    samples: int = key(1, "completions per held-out prompt (k)", within=AT_LEAST_ONE)
     temperature: float = key(0.0, "evaluation temperature; 0 is greedy")
-    max_prompts: int | None = key(None, "held-out prompts used, the first ones; null is all")
+    max_prompts: int | None = key(
+        None, "held-out prompts used, the first ones; null is all", within=AT_LEAST_ONE
+    )
 
 
 @dataclass(frozen=True)
@@ -236,8 +290,10 @@ class LogConfig:
 
     tensorboard: bool = key(True, "write TensorBoard events")
     wandb: str | None = key(None, "Weights & Biases project; null is off")
-    num_samples: int = key(2, "completions printed at a time")
-    samples_every: int = key(10, "steps between printed completions; 0 prints none")
+    num_samples: int = key(2, "completions printed at a time", within=NOT_NEGATIVE)
+    samples_every: int = key(
+        10, "steps between printed completions; 0 prints none", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from omegaconf import errors as omegaconf_errors
 from megagrpo.config import Config, RewardConfig, known_keys
 from megagrpo.types import Layout
 
+LOWEST_TEMPERATURE = 0.01  # vllm 0.32, sampling_params._MAX_TEMP: lower ones become this
 TRAINING_NEEDS = ("model.path", "data.train")
 EVALUATION_NEEDS = ("model.path", "data.eval")
 
@@ -70,6 +71,7 @@ def _read_word(word: str) -> DictConfig:
 
 def _merge(tree: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
     """One layer over another; an unknown key names the nearest known one."""
+    _check_sections(layer, origin)
     try:
         merged = OmegaConf.merge(tree, layer)
     except omegaconf_errors.ConfigKeyError as error:
@@ -84,6 +86,27 @@ def _merge(tree: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
         raise ValueError(f"{where} in {origin}: {reason}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _check_sections(layer: DictConfig, origin: str) -> None:
+    """Refuse a section that is no mapping and rewards that are no list of mappings."""
+    given = OmegaConf.to_container(layer)
+    assert isinstance(given, dict)
+    for section in fields(Config):
+        value = given.get(section.name, {})
+        if section.name != "rewards":
+            if not isinstance(value, dict):
+                raise ValueError(
+                    f"{section.name} in {origin} is {value!r}; a section holds keys, e.g. "
+                    f"{section.name}: {{key: value}}"
+                )
+        elif value != {} and not (
+            isinstance(value, list) and all(isinstance(reward, dict) for reward in value)
+        ):
+            raise ValueError(
+                f"rewards in {origin} is {value!r}; write a list, e.g. rewards=[{{path: "
+                "exact_match}]"
+            )
 
 
 def _first_unknown(layer: Any, prefix: str = "") -> str | None:
@@ -116,7 +139,7 @@ def _nearest_key(unknown: str) -> str:
 
 
 def _check_choices(node: Any, prefix: str = "") -> None:
-    """Refuse a value outside its field's choices, anywhere in the tree."""
+    """Refuse a value outside its field's choices or interval, anywhere in the tree."""
     for item in fields(node):
         value, name = getattr(node, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
@@ -127,6 +150,17 @@ def _check_choices(node: Any, prefix: str = "") -> None:
         elif item.metadata["choices"] and value not in item.metadata["choices"]:
             allowed = [str(choice) for choice in item.metadata["choices"] if choice is not None]
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
+        elif isinstance(value, int | float):
+            _check_interval(name, value, item.metadata["within"] or "(-inf, inf)")
+
+
+def _check_interval(name: str, value: float, interval: str) -> None:
+    """Refuse a number outside "[low, high)"; nan and the infinities always are."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ValueError(f"{name}={value} is outside {interval}; choose a number inside")
 
 
 def _check_values(config: Config) -> None:
@@ -134,6 +168,11 @@ def _check_values(config: Config) -> None:
     _check_counts(config)
     _check_sampling(config)
     parallel, optim = config.parallel, config.optim
+    for name in ("vpp", "cp", "ep", "etp"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(
+                f"parallel.{name}={getattr(parallel, name)} is not in this version; use 1"
+            )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1; it is 1")
     uneven = parallel.first_stage_layers or parallel.last_stage_layers
@@ -146,6 +185,8 @@ def _check_values(config: Config) -> None:
         )
     if config.reference.use == "never" and config.reference.path is not None:
         raise ValueError("reference.path has no effect with reference.use=never; remove one")
+    if optim.min_lr > optim.lr:
+        raise ValueError(f"optim.min_lr={optim.min_lr} is over optim.lr={optim.lr}; lower it")
     if optim.schedule == "constant" and optim.min_lr != 0.0:
         raise ValueError(f"optim.min_lr={optim.min_lr} has no effect with schedule=constant")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
@@ -173,26 +214,7 @@ def _check_required(config: Config, required: Sequence[str]) -> None:
 
 
 def _check_counts(config: Config) -> None:
-    """Everything that must be at least one, and the units of a batch."""
-    at_least_one = {
-        "parallel.tp": config.parallel.tp,
-        "parallel.pp": config.parallel.pp,
-        "parallel.timeout_s": config.parallel.timeout_s,
-        "rollout.tp": config.rollout.tp,
-        "rollout.timeout_s": config.rollout.timeout_s,
-        "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
-        "rollout.max_response_tokens": config.rollout.max_response_tokens,
-        "rollout.max_num_seqs": config.rollout.max_num_seqs,
-        "data.prompts_per_step": config.data.prompts_per_step,
-        "data.max_tokens_per_microbatch": config.data.max_tokens_per_microbatch,
-        "trainer.epochs": config.trainer.epochs,
-        "trainer.keep_last": config.trainer.keep_last,
-        "eval.samples": config.eval.samples,
-        "algorithm.mismatch.patience": config.algorithm.mismatch.patience,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    """The units of a batch."""
     if config.rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size={config.rollout.group_size}: a group-relative advantage needs at "
@@ -232,6 +254,12 @@ def _check_sampling(config: Config) -> None:
             )
     if config.eval.temperature < 0:
         raise ValueError(f"eval.temperature={config.eval.temperature} must be >= 0; 0 is greedy")
+    for name, value in (("rollout", rollout.temperature), ("eval", config.eval.temperature)):
+        if 0 < value < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"{name}.temperature={value} is below {LOWEST_TEMPERATURE}, which vLLM would raise "
+                "it to; use at least that"
+            )
     if config.eval.temperature == 0 and config.eval.samples > 1:
         raise ValueError(
             f"eval.samples={config.eval.samples} greedy completions are all the same; "

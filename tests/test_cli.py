@@ -106,6 +106,8 @@ MISTAKES = {
     "every prompt too long": (["rollout.max_prompt_tokens=2"], "max_prompt_tokens"),
     "run folder that is a file": (["trainer.run_dir={tmp}/file"], "trainer.run_dir"),
     "unsupported architecture": (["model.path={tmp}/foo"], "FooForCausalLM"),
+    "virtual stages": (["parallel.vpp=2"], "parallel.vpp=2 is not in this version"),
+    "context parallel": (["parallel.cp=2"], "parallel.cp=2 is not in this version"),
     "temperature 0": (["rollout.temperature=0"], "rollout.temperature=0"),
     "a filter the trainer lacks": (["rollout.top_p=0.9"], "top_p"),
     "one sample per group": (["rollout.group_size=1"], "group_size=1"),
