@@ -28,8 +28,8 @@ from megagrpo.model import torch_spec  # noqa: E402
 from megagrpo.parallel import mcore_compat  # noqa: E402
 from megagrpo.parallel.context import ParallelContext  # noqa: E402
 from megagrpo.types import ModelShape, TensorSource  # noqa: E402
-from megagrpo.weights.convert import load_local_  # noqa: E402
-from megagrpo.weights.table import check_tp, expand  # noqa: E402
+from megagrpo.weights.convert import load_rank_  # noqa: E402
+from megagrpo.weights.table import check_tp  # noqa: E402
 
 Chunks = Sequence[torch.nn.Module]
 """The model chunks of one rank, bare or wrapped; one chunk without virtual stages."""
@@ -110,8 +110,9 @@ def load_weights_(
     Reads only this rank's boxes and does not communicate. With an optimizer built before, call
     `Trainable.refresh_masters` afterwards. Raises ValueError for a missing or misshapen tensor.
     """
-    slices = expand(shape, context.layout, context.coords, naming_profile())
-    load_local_(local_parameters(chunks), source, slices)
+    load_rank_(
+        local_parameters(chunks), source, shape, context.layout, context.coords, naming_profile()
+    )
 
 
 def local_parameters(chunks: Chunks) -> dict[str, torch.nn.Parameter]:
