@@ -88,7 +88,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     prepared = prepare(config, platform.rank_from_env(), platform.world_from_env())
     from megagrpo.trainer.grpo import train
-    from megagrpo.trainer.setup import build_run, run_guarded
+    from megagrpo.trainer.guard import run_guarded
+    from megagrpo.trainer.setup import build_run
 
     return run_guarded(lambda phases: build_run(prepared, phases), train)
 

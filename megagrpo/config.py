@@ -53,6 +53,9 @@ class ReferenceConfig:
         first=True,
     )
     path: str | None = key(None, "checkpoint or HuggingFace folder; null is model.path at step 0")
+    offload: bool | None = key(
+        None, "weights wait in host memory until they score; null: on a GPU yes, on CPU no"
+    )
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,9 @@ def _check_values(config: Config) -> None:
             f"algorithm.kl.beta={config.algorithm.kl.beta} needs a reference; "
             "set reference.use=auto or beta=0"
         )
-    if config.reference.use == "never" and config.reference.path is not None:
-        raise ValueError("reference.path has no effect with reference.use=never; remove one")
+    for name in ("path", "offload"):
+        if config.reference.use == "never" and getattr(config.reference, name) is not None:
+            raise ValueError(f"reference.{name} has no effect with reference.use=never; remove one")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr={optim.min_lr} is over optim.lr={optim.lr}; lower it")
     if optim.schedule == "constant" and optim.min_lr != 0.0:

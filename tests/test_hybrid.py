@@ -334,6 +334,11 @@ def training_state() -> tuple[dict[str, torch.Tensor], TrainingState]:
     return tensors, state
 
 
+def offload_hosts(offload: DeviceOffload) -> list[torch.Tensor]:
+    kinds = (offload._parameters, offload._optimizer, offload._gradients)
+    return [host for storages in kinds for host in storages.hosts.values()]
+
+
 def test_offload_releases_every_storage_once_and_restores_values_and_views() -> None:
     """SYNC-33, 34: ten cycles; sizes 0 in between, equal values, dtypes and host buffers after."""
     tensors, state = training_state()
@@ -358,8 +363,8 @@ def test_offload_releases_every_storage_once_and_restores_values_and_views() -> 
         tensors["a"][0, 0] = before["a"][0, 0] = 100.0 + cycle
         assert tensors["b"].untyped_storage()._cdata == tensors["a"].untyped_storage()._cdata
         if cycle == 2:
-            hosts = {host.data_ptr() for host in offload._host.values()}
-    assert {host.data_ptr() for host in offload._host.values()} == hosts
+            hosts = {host.data_ptr() for host in offload_hosts(offload)}
+    assert {host.data_ptr() for host in offload_hosts(offload)} == hosts
     assert len(hosts) == 3  # flat, outside, moment; gradients have no copy
 
 

@@ -15,6 +15,7 @@ import torch
 import megagrpo.rollout.vllm_engine  # noqa: F401  (imported once, before ranks are forked)
 from megagrpo.config_file import load_config
 from megagrpo.model.hf_config import read_shape
+from megagrpo.trainer import setup
 from megagrpo.trainer.grpo import train
 from megagrpo.trainer.manifest import newest_checkpoint
 from megagrpo.trainer.phases import Phases
@@ -96,6 +97,7 @@ def model_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
+OFFLOADED = (2, ["reference.offload=true"])  # with the trainer's state offloaded too, as on a GPU
 LAYOUTS = [
     (2, []),
     (2, ["parallel.tp=2"]),
@@ -103,11 +105,14 @@ LAYOUTS = [
     (2, ["parallel.pp=2"]),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.recompute=full"]),
     (4, ["parallel.tp=2", "parallel.pp=2", "rollout.tp=2"]),
+    OFFLOADED,
 ]
 
 
-def test_first_rollout_and_metrics_are_equal_at_every_layout(place: Path, tmp_path: Path) -> None:
-    """Design 4.4, SYNC-1, SYNC-2, SYNC-27, SYNC-28, SYNC-30, PAR-22, ADV-14."""
+def test_first_rollout_and_metrics_are_equal_at_every_layout(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Design 4.4, 4.6, SYNC-1, SYNC-2, SYNC-27, SYNC-28, SYNC-30, PAR-22, ADV-14."""
     run(1, overrides(place, tmp_path / "one"))
     want, want_rows = lines(tmp_path / "one"), rollout_rows(tmp_path / "one", 1)
     assert [line["step"] for line in want] == [0, 1, 2]
@@ -118,7 +123,10 @@ def test_first_rollout_and_metrics_are_equal_at_every_layout(place: Path, tmp_pa
         assert len(answers) > 1, "the samples of a group are all the same"
     for number, (world, words) in enumerate(LAYOUTS):
         run_dir = tmp_path / str(number)
-        run(world, overrides(place, run_dir, *words))
+        with monkeypatch.context() as patch:
+            if (world, words) == OFFLOADED:
+                patch.setattr(setup, "_offload", setup.device_offload)
+            run(world, overrides(place, run_dir, *words))
         got, rows = lines(run_dir), rollout_rows(run_dir, 1)
         ids = [(r["group"], r["member"], r["prompt"], r["completion_ids"]) for r in rows]
         assert ids == [

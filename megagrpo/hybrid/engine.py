@@ -47,8 +47,8 @@ class HybridEngine:
         offload: Offload | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`prepare` makes the parameters whole (a pending parameter gather); the engine goes to
-        sleep. Raises ValueError if trainer, manifest and engine name different tensors."""
+        """`prepare` makes the parameters whole (a pending parameter gather). The engine sleeps.
+        Raises ValueError if trainer, manifest and engine name different tensors."""
         self.engine = engine
         self.version = -1
         self.stats: dict[str, float] = {}
@@ -81,7 +81,6 @@ class HybridEngine:
         self._transfer = Transfer(
             self.plan, self._sources, dtypes, _communicator(), platform.device()
         )
-        engine.sleep()
 
     def sync(self, version: int) -> None:
         """Move the trainer's weights into the engine, whose weights must be awake.

@@ -7,7 +7,8 @@ moves: `Resident`. The device form is written for CUDA and tested on CPU tensors
 Left out: the optimizer's own offload, which rebinds `p.data`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,83 +69,115 @@ class DeviceOffload:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._phase = "resident"
-        self._host: dict[int, torch.Tensor] = {}  # by id of the storage's kept tensor
-        self._parameters: list[torch.Tensor] = []
-        self._optimizer: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
+        self._parameters, self._optimizer, self._gradients = _Storages(), _Storages(), _Storages()
 
     def release_optimizer(self) -> None:
         """See `Offload`; the storages are looked up anew, for moments appear at step 1."""
         self._enter("resident", "optimizer released")
         seen: set[int] = set()
-        self._parameters = self._bytes_of(self._state.parameters(), self._parameters, seen)
-        self._optimizer = self._bytes_of(self._state.optimizer(), self._optimizer, seen)
-        self._gradients = self._bytes_of(self._state.gradients(), self._gradients, seen)
-        self._copy_out(self._optimizer)
-        self._shrink([*self._optimizer, *self._gradients])
+        self._parameters.find(self._state.parameters(), seen)
+        self._optimizer.find(self._state.optimizer(), seen)
+        self._gradients.find(self._state.gradients(), seen)
+        self._optimizer.copy_out()
+        self._optimizer.shrink()
+        self._gradients.shrink()
 
     def release_parameters(self) -> None:
         """See `Offload`."""
         self._enter("optimizer released", "released")
-        self._copy_out(self._parameters)
-        self._shrink(self._parameters)
+        self._parameters.copy_out()
+        self._parameters.shrink()
 
     def restore_parameters(self) -> None:
         """See `Offload`."""
         self._enter("released", "optimizer released")
-        self._copy_in(self._parameters)
+        self._parameters.copy_in()
 
     def restore_optimizer(self) -> None:
         """See `Offload`."""
         self._enter("optimizer released", "resident")
-        self._copy_in(self._optimizer)
-        for flat in self._gradients:
-            flat.untyped_storage().resize_(flat.numel())
-            flat.zero_()
+        self._optimizer.copy_in()
+        self._gradients.grow_zeroed()
 
     def _enter(self, expected: str, following: str) -> None:
         if self._phase != expected:
             raise RuntimeError(f"offload: {following!r} asked for while {self._phase!r}")
         self._phase = following
 
-    def _bytes_of(
-        self, tensors: Iterable[torch.Tensor], known: list[torch.Tensor], seen: set[int]
-    ) -> list[torch.Tensor]:
-        """One tensor of bytes over each storage that is not in `seen`, in order of appearance.
 
-        The same tensor object is kept over the cycles: host copies are found by it.
-        """
-        kept = {flat.untyped_storage()._cdata: flat for flat in known}
-        found = []
+class Parked:
+    """Tensors that nobody changes, on the host until they are used; parked from the start.
+
+    The one host copy is made at construction, so that leaving the device costs nothing later.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = _Storages()
+        self._storages.find(tensors, set())
+        self._storages.copy_out()
+        self._storages.shrink()
+
+    def restore(self) -> None:
+        """Back on the device for good."""
+        self._storages.copy_in()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, the tensors may be read."""
+        self._storages.copy_in()
+        try:
+            yield
+        finally:
+            self._storages.shrink()
+
+
+class _Storages:
+    """The distinct storages behind some tensors, and their host copies."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, torch.Tensor] = {}  # by address of the storage object
+        self._flats: dict[int, torch.Tensor] = {}  # all bytes of each storage
+
+    def find(self, tensors: Iterable[torch.Tensor], seen: set[int]) -> None:
+        """Hold each storage that is not in `seen`, which grows; others are forgotten."""
+        known, self._flats = self._flats, {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata in seen or storage.nbytes() == 0:
+            key = storage._cdata
+            if key in seen or storage.nbytes() == 0:
                 continue
-            seen.add(storage._cdata)
-            flat = kept.get(storage._cdata)
-            if flat is None:
+            seen.add(key)
+            flat = known.get(key)
+            if flat is None:  # holding it keeps the address from being given away
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 flat.set_(storage, 0, (storage.nbytes(),), (1,))
-            found.append(flat)
-        return found
+            self._flats[key] = flat
+        self.hosts = {key: host for key, host in self.hosts.items() if key in self._flats}
 
-    def _copy_out(self, storages: list[torch.Tensor]) -> None:
+    def copy_out(self) -> None:
+        """To the host; the device keeps its memory."""
         pinned = platform.is_cuda()
-        for flat in storages:
-            host = self._host.get(id(flat))
-            if host is None:
-                host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=pinned)
-                self._host[id(flat)] = host
-            host.copy_(flat, non_blocking=pinned)
+        for key, flat in self._flats.items():
+            if key not in self.hosts:
+                self.hosts[key] = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=pinned)
+            self.hosts[key].copy_(flat, non_blocking=pinned)
         platform.synchronize()
 
-    def _copy_in(self, storages: list[torch.Tensor]) -> None:
-        for flat in storages:
-            flat.untyped_storage().resize_(flat.numel())
-            flat.copy_(self._host[id(flat)], non_blocking=platform.is_cuda())
-        platform.synchronize()
-
-    def _shrink(self, storages: list[torch.Tensor]) -> None:
-        for flat in storages:
+    def shrink(self) -> None:
+        """Give the device's memory back; the content is lost there."""
+        for flat in self._flats.values():
             flat.untyped_storage().resize_(0)
         platform.empty_cache()
+
+    def copy_in(self) -> None:
+        """Take memory on the device and the content from the host."""
+        for key, flat in self._flats.items():
+            flat.untyped_storage().resize_(flat.numel())
+            flat.copy_(self.hosts[key], non_blocking=platform.is_cuda())
+        platform.synchronize()
+
+    def grow_zeroed(self) -> None:
+        """Take memory on the device, all bytes zero."""
+        for flat in self._flats.values():
+            flat.untyped_storage().resize_(flat.numel())
+            flat.zero_()

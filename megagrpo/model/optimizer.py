@@ -8,12 +8,13 @@ computation, offload (hybrid/memory.py owns storage).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megagrpo.parallel import mcore_cpu
+from megagrpo.parallel import mcore_cpu, platform
 
 mcore_cpu.install()
 
@@ -116,6 +117,30 @@ class Trainable:
         """
         self.optimizer.reload_model_params()
 
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        """All that holds weights on the device: flat buffers, and parameters in them or not."""
+        for chunk in self.chunks:
+            for buffer in _flat_buffers(chunk):
+                if buffer.param_data is not None:  # only with the distributed optimizer
+                    yield buffer.param_data
+            yield from chunk.parameters()
+
+    def gradient_tensors(self) -> Iterator[torch.Tensor]:
+        """The flat buffers that every `main_grad` is a view of."""
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in _flat_buffers(chunk))
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Masters (views of the parameters where those are float32) and Adam's moments, which
+        appear at the first step; step counters that stay on the CPU are not among them."""
+        here = platform.device().type
+        for part in self.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+                yield from (tensor for tensor in tensors if tensor.device.type == here)
+
     def finish_param_sync(self) -> None:
         """Make sure that every parameter is whole on every rank before somebody reads weights.
 
@@ -168,6 +193,11 @@ def wrap_and_build(chunks: Chunks, context: ParallelContext, optim: OptimSetting
     trainable = Trainable(chunks=wrapped, optimizer=optimizer, settings=optim)
     trainable.apply_settings()
     return trainable
+
+
+def _flat_buffers(chunk: Any) -> list[Any]:
+    """Parameter and gradient buffers of one DDP-wrapped chunk."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def set_lr(trainable: Trainable, lr: float) -> None:

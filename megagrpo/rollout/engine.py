@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
 
     Order of a rollout: wake_weights, load, check_written, reset_prefix_cache, wake_kv_cache,
     generate (any number of times), sleep. All ranks of a replica make the same calls in the same
-    order; construction is a collective of the whole world.
+    order; construction is a collective of the whole world and leaves the engine asleep.
     """
 
     tp: int  # ranks per replica

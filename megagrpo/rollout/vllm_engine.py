@@ -50,7 +50,7 @@ class VLLMEngine:
     """One tensor-parallel rank of a vLLM replica; a `rollout.engine.RolloutEngine`.
 
     Build it on all ranks together, after the default process group of the whole world exists. It
-    starts awake with NaN weights and refuses to generate until a load completed.
+    starts asleep and refuses to generate until it was woken up and a load completed.
     """
 
     def __init__(self, settings: EngineSettings, rank: int, world: int) -> None:
@@ -69,7 +69,7 @@ class VLLMEngine:
         (self._worker,) = self._llm.collective_rpc(lambda worker: worker)
         self._model: torch.nn.Module = self._worker.model_runner.model
         _limit_vocabulary(self._model, settings.valid_vocab)
-        self._poison()
+        self.sleep()
 
     def record_wants(self, manifest: Sequence[TensorInfo]) -> Wants:
         """The regions that this rank's loader reads; live weights are not touched."""

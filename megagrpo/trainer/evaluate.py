@@ -16,6 +16,7 @@ from megagrpo.hybrid.engine import HybridEngine
 from megagrpo.parallel import platform
 from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector, Draw
+from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.trainer.sources import open_source
 from megagrpo.types import Prompt, Sample, Sampling
@@ -85,14 +86,12 @@ def held_out_metrics(samples: Sequence[Sample], name: str, k: int) -> dict[str, 
 def evaluate_checkpoint(prepared: Prepared) -> dict[str, float]:
     """`megagrpo evaluate`: the engine alone, its weights read from the checkpoint's files."""
     from megagrpo.parallel.collectives import patient_gather
-    from megagrpo.rollout.vllm_engine import VLLMEngine
-    from megagrpo.trainer.setup import engine_settings
     from megagrpo.weights.table import hf_manifest
 
     assert prepared.eval is not None, "prepare_evaluation refuses a config without data.eval"
     platform.init_process_group(prepared.config.parallel.timeout_s)
     source = open_source(prepared.config.model.path, prepared.shape)
-    engine = VLLMEngine(engine_settings(prepared), prepared.rank, prepared.layout.world)
+    engine = build_engine(prepared)
     engine.wake_weights()
     engine.load(hf_manifest(prepared.shape, prepared.dtype), source.read)
     engine.check_written()

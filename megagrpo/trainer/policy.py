@@ -9,7 +9,8 @@ independent look before anything is learned.
 Letters: T packed tokens, B sequences of one micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -194,17 +195,25 @@ class Policy:
 
 
 class Reference:
-    """The frozen start weights; forward only."""
+    """The frozen start weights; forward only. Inside `on_device()` they may be read."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], scoring: Scoring, phases: Phases) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        scoring: Scoring,
+        phases: Phases,
+        on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.chunks = chunks
         self.scoring = scoring
         self.phases = phases
+        self.on_device = on_device
 
     @phase("ref")
     def score(self, batch: Batch) -> Batch:
         """The batch with `ref_logprobs`; all ranks join."""
-        return batch.with_values("ref_logprobs", score(self.chunks, batch, self.scoring))
+        with self.on_device():
+            return batch.with_values("ref_logprobs", score(self.chunks, batch, self.scoring))
 
 
 class NoReference:

@@ -183,12 +183,16 @@ def _resolve(config: Config) -> Config:
         stop=stop if mismatch.stop is None else mismatch.stop,
     )
     seed = config.trainer.seed
+    offload = config.reference.offload
+    if offload is None and config.reference.use != "never":
+        offload = platform.is_cuda()
     cache = config.rollout.kv_cache_gb
     if cache is None and not platform.is_cuda():
         cache = 0.25
     return replace(
         config,
         model=replace(config.model, dtype=dtype),
+        reference=replace(config.reference, offload=offload),
         algorithm=replace(
             algorithm,
             eps_low=loss.eps_low,

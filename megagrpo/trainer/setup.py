@@ -1,23 +1,19 @@
 """The composition root: turns a checked config into a run. The only reader of the whole tree.
 
-Order (design 4.6): process group, Megatron weights, engine (a collective of the world), optimizer,
-hybrid engine; a checkpoint is loaded by `Run.begin`.
+Order (design 4.6): process group, Megatron weights, engine (a collective of the world; it is asleep
+afterwards), optimizer, hybrid engine; a checkpoint is loaded by `Run.begin`.
 """
 
-import os
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from megagrpo import log
 from megagrpo.algo.corrections import resolve_correction
 from megagrpo.data.prompts import decode
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.hybrid.engine import HybridEngine
+from megagrpo.hybrid.memory import DeviceOffload, Offload, Parked, Resident, TrainingState
 from megagrpo.model.build import (
     Chunks,
     ModelSettings,
@@ -32,9 +28,10 @@ from megagrpo.parallel.collectives import patient_gather
 from megagrpo.parallel.context import ParallelContext, init_parallel
 from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector
-from megagrpo.rollout.engine import EngineSettings, RolloutEngine
+from megagrpo.rollout.engine import RolloutEngine
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings
 from megagrpo.trainer.checkpoint import read_state
+from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
 from megagrpo.trainer.phases import Phases
 from megagrpo.trainer.policy import NoReference, Policy, PolicySettings, Reference, Scoring
@@ -43,33 +40,6 @@ from megagrpo.trainer.report import StepReport
 from megagrpo.trainer.run import RolloutSettings, Run, SaveSettings
 from megagrpo.trainer.sources import digest_of, open_source
 from megagrpo.weights.table import expand, hf_manifest, padded_vocab
-
-
-def run_guarded(build: Callable[[Phases], Run], train: Callable[[Run], None]) -> int:
-    """Build and train; on a failure say rank and phase and leave hard; returns 0 when done.
-
-    A rank that fails must not wait in exit handlers: its peers sit in a collective, and the end of
-    this process is what wakes them.
-    """
-    phases, done = Phases(), False
-    try:
-        train(build(phases))
-        done = True
-    finally:
-        if not done:
-            _leave(phases)
-    return 0
-
-
-def _leave(phases: Phases) -> NoReturn:
-    """Report the exception in flight and end the process without exit handlers."""
-    error = sys.exc_info()[1]
-    traceback.print_exception(error)
-    reason = " ".join(str(error).split()) or type(error).__name__
-    log.error(f"error: failed in phase {phases.current!r}: {reason}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def build_run(prepared: Prepared, phases: Phases) -> Run:
@@ -83,7 +53,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     origin = _reference_origin(prepared)
     scoring = Scoring(context, config.rollout.temperature, prepared.valid_vocab)
     reference = _reference(prepared, origin, scoring, phases)
-    engine = _engine(prepared)
+    engine = _engine(prepared, chunks)
     trainable = _trainable(prepared, chunks, context)
     hybrid = _hybrid(prepared, context, trainable, engine)
     collector = Collector(
@@ -119,27 +89,12 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     )
 
 
-def engine_settings(prepared: Prepared) -> EngineSettings:
-    """What the engine is built from."""
-    rollout = prepared.config.rollout
-    assert rollout.seed is not None, "preflight resolves the seed"
-    return EngineSettings(
-        model_folder=str(prepared.hf_folder),
-        dtype=prepared.dtype,
-        tp=rollout.tp,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
-        kv_cache_gb=rollout.kv_cache_gb,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        max_num_seqs=rollout.max_num_seqs,
-        valid_vocab=prepared.valid_vocab,
-        seed=rollout.seed,
-    )
-
-
-def _engine(prepared: Prepared) -> RolloutEngine:
-    from megagrpo.rollout.vllm_engine import VLLMEngine  # vLLM takes seconds to import
-
-    return VLLMEngine(engine_settings(prepared), prepared.rank, prepared.layout.world)
+def _engine(prepared: Prepared, chunks: Chunks) -> RolloutEngine:
+    """Built while the policy's weights are on the host: vLLM sizes itself by the free memory."""
+    weights = Parked(local_parameters(chunks).values() if platform.is_cuda() else ())
+    engine = build_engine(prepared)
+    weights.restore()
+    return engine
 
 
 def _model(prepared: Prepared, context: ParallelContext) -> list[torch.nn.Module]:
@@ -198,7 +153,10 @@ def _reference(
     load_weights_(chunks, source, prepared.shape, scoring.context)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    return Reference(chunks, scoring, phases)
+    if not config.reference.offload:
+        return Reference(chunks, scoring, phases)
+    weights = Parked(local_parameters(chunks).values())
+    return Reference(chunks, scoring, phases, weights.on_device)
 
 
 def _hybrid(
@@ -214,6 +172,23 @@ def _hybrid(
         manifest=hf_manifest(prepared.shape, prepared.dtype),
         context=context,
         prepare=trainable.finish_param_sync,
+        offload=_offload(trainable),
+    )
+
+
+def _offload(trainable: Trainable) -> Offload:
+    """On CPU trainer and engine share one memory."""
+    return device_offload(trainable) if platform.is_cuda() else Resident()
+
+
+def device_offload(trainable: Trainable) -> DeviceOffload:
+    """Moves the trainer's whole state off the device while the engine works."""
+    return DeviceOffload(
+        TrainingState(
+            parameters=trainable.parameter_tensors,
+            gradients=trainable.gradient_tensors,
+            optimizer=trainable.optimizer_tensors,
+        )
     )
 
 
