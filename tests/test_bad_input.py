@@ -3,12 +3,20 @@
 `test_cli.py` shows that such an error is one line, status 2 and touches nothing.
 """
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megagrpo.config import known_keys
 from megagrpo.config_file import load_config
+from megagrpo.data.prompts import load_prompts, load_tokenizer, read_rows
+from megagrpo.model.hf_config import end_of_sequence_ids, read_shape
+from megagrpo.rewards.base import RewardSpec, check_columns, load_reward
+from megagrpo.trainer import preflight
+from tests.tiny_models import hf_config, make_hf_folder, write_tokenizer
 
 REQUIRED = ["model.path=m", "data.train=d", "rewards=[{path: exact_match}]"]
 
@@ -89,3 +97,110 @@ def test_a_yaml_file_of_the_wrong_form_is_named_with_what_is_wrong(
         load_config(str(file), REQUIRED)
     assert said in str(caught.value) and str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer_types": 3}, "layer_types=3"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"rope_theta": -1}, "rope_theta=-1"),
+        ({"rope_theta": "abc"}, "rope_theta='abc'"),
+        ({"use_sliding_window": True, "sliding_window": "x"}, "sliding_window=x"),
+    ],
+)
+def test_a_config_json_of_wrong_types_names_the_field(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen3") | change))
+    with pytest.raises(ValueError) as caught:
+        read_shape(tmp_path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [128, -1, "x", [1, None], True, 1.5])
+def test_an_end_of_sequence_id_that_the_model_lacks_is_refused(value: Any, tmp_path: Path) -> None:
+    """It would reach the engine as a stop id that never comes, or crash it."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match="eos_token_id"):
+        end_of_sequence_ids(tmp_path, 1, 128)
+
+
+def test_a_tokenizer_folder_with_a_config_of_wrong_types_is_one_error(tmp_path: Path) -> None:
+    """transformers checks config.json with errors of a class of its own."""
+    folder = make_hf_folder(tmp_path / "hf", "qwen3", with_tokenizer=True, sliding_window="x")
+    with pytest.raises(ValueError, match="the tokenizer does not load"):
+        load_tokenizer(folder)
+
+
+def test_half_a_surrogate_pair_in_a_prompt_names_the_row(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1>"}\n{"prompt": "\\ud800>"}\n')
+    with pytest.raises(ValueError, match="row 1 holds half of a surrogate pair"):
+        load_prompts(data, load_tokenizer(tmp_path), max_prompt_tokens=8)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(b'\xef\xbb\xbf{"prompt": "1>"}\r\n{"prompt": "2>"}\r\n')
+    assert read_rows(data) == [{"prompt": "1>"}, {"prompt": "2>"}]
+
+
+@pytest.mark.parametrize("state", ["{", "{}", "[]", '{"_data_files": 3}', '{"_data_files": [{}]}'])
+def test_a_dataset_folder_whose_state_is_broken_is_named(state: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(ValueError, match="state.json does not list the data files"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body", ["import sys; sys.exit(3)", "assert 1 == 2, 'no'", "x = (", "1 / 0", "input()"]
+)
+def test_a_reward_file_that_fails_at_its_top_level_does_not_import(
+    body: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(f"{body}\n")
+    with pytest.raises(ValueError, match="does not import"):
+        load_reward(f"{file}:score")
+
+
+def closed(prompts: Any, completions: Any, scale: float = 1.0) -> list[float]:
+    return [scale] * len(completions)
+
+
+def open_ended(prompts: Any, completions: Any, **rest: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "said"),
+    [
+        (closed, {"scael": 2.0}, "has no parameter 'scael'"),
+        (closed, {"prompts": []}, "kwargs.prompts is given by us"),
+        (open_ended, {"finished": []}, "kwargs.finished is given by us"),
+    ],
+)
+def test_extra_arguments_that_a_reward_cannot_take_are_refused_at_the_start(
+    function: Callable[..., Any], kwargs: dict[str, Any], said: str
+) -> None:
+    """Every call would raise, so that a whole run would train on nothing."""
+    with pytest.raises(ValueError, match=said):
+        check_columns([RewardSpec("r", function, kwargs=kwargs)], ["answer"])
+    for good, fine in ((closed, {"scale": 2.0}), (open_ended, {"anything": 1})):
+        check_columns([RewardSpec("r", good, kwargs=fine)], ["answer"])
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_reporter_whose_package_is_missing_is_refused_at_the_start(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone opens reporters, when the others already wait for it."""
+    find = preflight.importlib.util.find_spec
+    monkeypatch.setattr(
+        preflight.importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    config = load_config(None, [*REQUIRED, "log.wandb=project"])
+    with pytest.raises(ValueError, match=f"log.{package}=.*needs the {package} package"):
+        preflight._check_reporters(config)

@@ -189,13 +189,13 @@ def test_end_of_sequence_ids_are_the_union_of_config_generation_config_and_token
     """Lists and single ids mix; nothing at all is an error."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
-    assert end_of_sequence_ids(tmp_path, 3) == (3, 7, 9)
-    assert end_of_sequence_ids(tmp_path, None) == (7, 9)
+    assert end_of_sequence_ids(tmp_path, 3, 10) == (3, 7, 9)
+    assert end_of_sequence_ids(tmp_path, None, 10) == (7, 9)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
-    assert end_of_sequence_ids(tmp_path, 0) == (0,)
+    assert end_of_sequence_ids(tmp_path, 0, 10) == (0,)
     with pytest.raises(ValueError, match="eos"):
-        end_of_sequence_ids(tmp_path, None)
+        end_of_sequence_ids(tmp_path, None, 10)
 
 
 def test_model_folder_is_the_folder_itself_or_its_hf_subfolder(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ must go on writing) and that a BOS already in the text is not doubled. Left out:
 streaming, images and tool definitions in messages.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,13 @@ class PromptSet:
     dropped_overlong: int  # rows left out because the prompt is too long
     first_rendered: str  # the first prompt as the model sees it, special tokens shown
 
+    def digest(self) -> str:
+        """Identity of prompts and their order: SHA-256 prefix of all ids."""
+        found = hashlib.sha256()
+        for prompt in self.prompts:
+            found.update(f"{prompt.index}:{prompt.ids}\n".encode())
+        return found.hexdigest()[:16]
+
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in a folder; its own code is never run.
@@ -57,13 +65,22 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(f"no tokenizer folder {folder}; set model.tokenizer or model.path to one")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer  # takes seconds; only who reads text pays
 
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        StrictDataclassError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder}: the tokenizer does not load: {reason:.300}") from error
 
@@ -138,6 +155,9 @@ def _render(
             texts.append(prompt)
         else:
             _refuse(path, index, "is empty")
+    for index, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            _refuse(path, index, "holds half of a surrogate pair, which is no character")
     ids: list[list[int]] = [[] for _ in texts]
     for kind, encode in ((True, _encode_chat), (False, _encode_text)):
         chosen = [index for index, chat in enumerate(is_chat) if chat is kind]
@@ -230,7 +250,7 @@ def _guarded(path: Path, read: Callable[[Path], list[Row]]) -> list[Row]:
 def _read_json_lines(path: Path) -> list[Row]:
     """Rows filled up with None to the union of the columns, as parquet does."""
     rows: list[Row] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -261,9 +281,14 @@ def _read_folder(path: Path) -> list[Row]:
         splits = sorted(state.parent.name for state in path.glob("*/state.json"))
         cure = f"it holds the splits {', '.join(splits)}; name one" if splits else "no state.json"
         raise ValueError(f"{path} is not a folder saved by the datasets library: {cure}")
+    try:
+        entries = json.loads(state_file.read_text(encoding="utf-8"))["_data_files"]
+        names = [entry["filename"] for entry in entries]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{state_file} does not list the data files ({error!r})") from error
     rows: list[Row] = []
-    for entry in json.loads(state_file.read_text(encoding="utf-8"))["_data_files"]:
-        with arrow.memory_map(str(path / entry["filename"])) as file:
+    for name in names:
+        with arrow.memory_map(str(path / name)) as file:
             rows += arrow.ipc.open_stream(file).read_all().to_pylist()
     return rows
 

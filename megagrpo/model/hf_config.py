@@ -58,18 +58,32 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise ValueError(f"{path}: {error}") from None
 
 
-def end_of_sequence_ids(folder: str | Path, tokenizer_eos_id: int | None) -> tuple[int, ...]:
-    """Union of the end-of-sequence ids of config, generation config and tokenizer, ascending."""
+def end_of_sequence_ids(
+    folder: str | Path, tokenizer_eos_id: int | None, vocab_size: int
+) -> tuple[int, ...]:
+    """Union of the end-of-sequence ids of config, generation config and tokenizer, ascending.
+
+    Raises ValueError if there is none, or for one that is no row of the model.
+    """
     home = hf_folder(folder)
-    found = {tokenizer_eos_id}
+    found = {} if tokenizer_eos_id is None else {tokenizer_eos_id: "the tokenizer"}
     for name in ("config.json", "generation_config.json"):
         if (home / name).is_file():
             value = _read_json(home / name).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-    ids = {item for item in found if item is not None}
-    if not ids:
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            for item in ids:
+                if not isinstance(item, int) or isinstance(item, bool):
+                    raise ValueError(f"{home / name}: eos_token_id={value!r} is no id or ids")
+                found.setdefault(item, name)
+    if not found:
         raise ValueError(f"{home}: neither config, generation config nor tokenizer has an eos id")
-    return tuple(sorted(ids))
+    for item, name in found.items():
+        if not 0 <= item < vocab_size:
+            raise ValueError(
+                f"{home}: end-of-sequence id {item} of {name} is no row of the model's "
+                f"{vocab_size}; correct eos_token_id"
+            )
+    return tuple(sorted(found))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,7 +155,10 @@ def _refuse_unsupported(config: dict[str, Any], family: str) -> None:
 
 def _refuse_sliding_window(config: dict[str, Any], family: str) -> None:
     """A window that no position can leave is harmless; an active one changes attention."""
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types={kinds!r} is not a list")
+    other = [kind for kind in kinds if kind != "full_attention"]
     if other:
         raise ValueError(f"layer_types contains {other[0]!r}; only 'full_attention' is supported")
     window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW.get(family))
@@ -152,7 +169,7 @@ def _refuse_sliding_window(config: dict[str, Any], family: str) -> None:
         config, "num_hidden_layers"
     ):
         return  # Qwen: layers below max_window_layers attend fully
-    if window < config.get("max_position_embeddings", 0):
+    if not isinstance(window, int) or window < config.get("max_position_embeddings", 0):
         raise ValueError(
             f"sliding_window={window} is below max_position_embeddings="
             f"{config['max_position_embeddings']}; sliding attention is not supported"
@@ -189,7 +206,9 @@ def _rope_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _rope_theta(config: dict[str, Any], family: str) -> float:
     places = [config, *_rope_sections(config)]
-    found = {float(place["rope_theta"]) for place in places if place.get("rope_theta") is not None}
+    found = {
+        _number(place, "rope_theta") for place in places if place.get("rope_theta") is not None
+    }
     if len(found) > 1:
         raise ValueError(f"rope_theta is given with different values: {sorted(found)}")
     if found:

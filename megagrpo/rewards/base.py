@@ -28,16 +28,20 @@ BUILT_IN = {"exact_match": f"{RULES}:exact_match", "math_answer": f"{RULES}:math
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
 """Arguments that every call can have; a dataset column must not take their names."""
 
-# What the top level of somebody's module may raise when it is imported.
+# What the top level of somebody's module may raise when it is imported; a class of its own is its
+# author's to read, with the traceback.
 _IMPORT_FAULTS = (
     ArithmeticError,
+    AssertionError,
     AttributeError,
+    EOFError,
     ImportError,
     LookupError,
     NameError,
     OSError,
     RuntimeError,
     SyntaxError,
+    SystemExit,
     TypeError,
     ValueError,
 )
@@ -132,6 +136,7 @@ def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
                 f"({', '.join(GIVEN)}); rename it"
             )
     for spec in specs:
+        _check_kwargs(spec)
         if spec.function.__module__ == RULES and not {"answer", "reward_model"} & set(columns):
             raise ValueError(
                 f"reward {spec.name!r} needs column 'answer' (or verl's 'reward_model'); the "
@@ -146,6 +151,18 @@ def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
                     f"reward {spec.name!r} needs column {parameter.name!r}; the dataset has "
                     f"{', '.join(sorted(columns)) or 'no other column'}"
                 )
+
+
+def _check_kwargs(spec: RewardSpec) -> None:
+    """ValueError for extra arguments that the function does not take or that are ours to give."""
+    taken = accepted_arguments(spec.function, spec.kwargs)
+    for name in spec.kwargs:
+        if name in GIVEN:
+            raise ValueError(f"reward {spec.name!r}: kwargs.{name} is given by us; remove it")
+        if name not in taken:
+            raise ValueError(
+                f"reward {spec.name!r} has no parameter {name!r}, which its kwargs set; remove it"
+            )
 
 
 def read_scores(answer: Any, size: int) -> list[float | None | str]:

@@ -31,7 +31,6 @@ from megagrpo.weights.torch_dist import StoredTensors
 
 from megatron.core import dist_checkpointing  # isort: skip; the hook came with model.build
 
-STATE = "trainer.json"
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -82,13 +81,7 @@ def load_checkpoint(
     trainable.optimizer.load_state_dict(loaded["optimizer"])
     trainable.apply_settings()  # the groups came with the saved run's; this run's config counts
     _restore_rng(checkpoint / "rng" / f"rank_{context.rank}.pt")
-    return read_state(checkpoint)
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's own state of a checkpoint."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
-    return state
+    return manifest.read_state(checkpoint)
 
 
 def _attempt(action: Any) -> str:
@@ -128,7 +121,7 @@ def _finish(
         unfinished / "hf",
         ignore=lambda _, names: [n for n in names if n.endswith((".safetensors", ".index.json"))],
     )
-    (unfinished / STATE).write_text(json.dumps(state, indent=1))
+    (unfinished / manifest.STATE).write_text(json.dumps(state, indent=1))
     manifest.write_manifest(unfinished)
     if final.exists():  # an incomplete folder of that name: newest_checkpoint does not see it
         shutil.rmtree(final)

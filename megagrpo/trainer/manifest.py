@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
+STATE = "trainer.json"
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -37,12 +39,18 @@ def is_complete(checkpoint: Path) -> bool:
         return False
     try:
         sizes = json.loads(manifest.read_text())
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return False
-    return all(
+    return isinstance(sizes, dict) and all(
         (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size
         for name, size in sizes.items()
     )
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's own state of a checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+    return state
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -27,6 +27,7 @@ from megagrpo.trainer.phases import Phases, phase
 from megagrpo.trainer.update_metrics import (
     UpdateMetrics,
     micro_batch_sums,
+    mismatch_scalars,
     part_of,
     reduce_sums,
 )
@@ -76,7 +77,7 @@ class Policy:
         self.phases = phases
         self.optimizer_steps = 0  # finished ones; skipped steps do not count
         self.skipped_steps = 0
-        self.steps_over_stop = 0  # consecutive optimizer steps over mismatch_stop
+        self.steps_over_stop = 0  # consecutive steps over mismatch_stop
 
     @phase("old_log_prob")
     def score_old(self, batch: Batch, step: int) -> Batch:
@@ -94,12 +95,16 @@ class Policy:
         """All optimizer steps of the rollout; the metrics of the last, counts of all. All ranks
         join. Raises MismatchStop before the optimizer moves."""
         metrics = UpdateMetrics()
+        scored = all("old_logprobs" in micro.values for micro in batch.micro_batches)
+        if scored:
+            self._alarm(reduce_sums(_mismatch(batch.micro_batches), self.scoring.context))
         for mini in batch.mini_batches:
-            self._optimizer_step(mini, metrics)
+            self._optimizer_step(mini, metrics, alarm=not scored)
         return metrics
 
-    def _optimizer_step(self, mini: MiniBatch, metrics: UpdateMetrics) -> None:
+    def _optimizer_step(self, mini: MiniBatch, metrics: UpdateMetrics, *, alarm: bool) -> None:
         if mini.counts.total_tokens == 0:
+            log.warn("no sample can be trained on, each failed or was not rated: update skipped")
             metrics.skipped += 1  # every rank sees the same counts, so all of them skip
             self.skipped_steps += 1
             return
@@ -120,7 +125,8 @@ class Policy:
             with_entropy=True,
         )
         reduced = reduce_sums(sums, context)
-        self._alarm(reduced)
+        if alarm:  # the step's only optimizer step: its own pass is the look at old log-probs
+            self._alarm(reduced)
         lr = self.schedule.at(self.optimizer_steps)
         set_lr(self.trainable, lr)
         result = step(self.trainable, context)
@@ -173,7 +179,8 @@ class Policy:
         return output.loss, sums
 
     def _alarm(self, reduced: Mapping[str, float]) -> None:
-        """Warn or stop on mean |old - rollout| in nats; every rank holds the same number."""
+        """Warn or stop on the step's mean |old - rollout| in nats, once per step and before the
+        optimizer moves; every rank holds the same number."""
         settings = self.settings
         found = mismatch_metrics(part_of(reduced, "mismatch"))
         mean_abs_diff = found["rollout_corr/mean_abs_logprob_diff"]
@@ -185,7 +192,7 @@ class Policy:
             raise MismatchStop(
                 f"mean |old - rollout| log-prob is {mean_abs_diff:.3g} nats, over "
                 f"algorithm.mismatch.stop={settings.mismatch_stop} for {self.steps_over_stop} "
-                "optimizer steps: trainer and engine do not hold the same policy"
+                "steps: trainer and engine do not hold the same policy"
             )
         if mean_abs_diff > settings.mismatch_warn:
             log.warn(
@@ -233,6 +240,18 @@ def score(chunks: Sequence[torch.nn.Module], batch: Batch, scoring: Scoring) -> 
         temperature=scoring.temperature,
         valid_vocab=scoring.valid_vocab,
     )
+
+
+def _mismatch(micro_batches: Sequence[MicroBatch]) -> list[dict[str, torch.Tensor]]:
+    """`mismatch/...` scalars of every pack with `old_logprobs`, as `reduce_sums` takes them."""
+    return [
+        mismatch_scalars(
+            old_logprobs=micro.values["old_logprobs"].to(micro.mask.device),
+            rollout_logprobs=micro.values["rollout_logprobs"],
+            mask=micro.mask,
+        )
+        for micro in micro_batches
+    ]
 
 
 def sequence_index(micro: MicroBatch) -> tuple[torch.Tensor, int]:

@@ -5,6 +5,7 @@ last, by rank 0. Every mistake is a ValueError of one line: value, limit, cure. 
 all that `setup.py` needs, so nothing is read twice.
 """
 
+import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +14,17 @@ from typing import Any
 import torch
 
 from megagrpo import log
+from megagrpo.algo.corrections import resolve_correction
 from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
 from megagrpo.config import Config, RewardConfig
 from megagrpo.config_file import check_layout
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
+from megagrpo.data.sampler import PromptSampler
 from megagrpo.model import hf_config
 from megagrpo.parallel import platform
 from megagrpo.rewards.base import check_columns, load_reward, reward_name
 from megagrpo.rewards.runner import RewardSpec
-from megagrpo.trainer.manifest import newest_checkpoint
+from megagrpo.trainer.resume import check_checkpoint, find_checkpoint, reference_origin
 from megagrpo.trainer.sources import open_source
 from megagrpo.types import Layout, ModelShape, Sampling
 from megagrpo.weights.table import check_tp
@@ -47,6 +50,7 @@ class Prepared:
     eval: PromptSet | None
     rewards: tuple[RewardSpec, ...]
     steps: int
+    origin: dict[str, Any]  # path and digest of the reference
     resume_from: Path | None  # the newest complete checkpoint of the run folder
 
     def sampling(self, temperature: float) -> Sampling:
@@ -56,6 +60,12 @@ class Prepared:
             max_tokens=self.config.rollout.max_response_tokens,
             stop_ids=self.stop_ids,
         )
+
+    def sampler(self) -> PromptSampler:
+        """The order of the training prompts, at its beginning."""
+        seed = self.config.data.shuffle_seed
+        assert seed is not None, "_resolve fills it in"
+        return PromptSampler(len(self.train.prompts), self.config.data.prompts_per_step, seed)
 
 
 def prepare(config: Config, rank: int, world: int) -> Prepared:
@@ -71,15 +81,21 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
             f"data.prompts_per_step={config.data.prompts_per_step} is more than the "
             f"{len(train.prompts)} prompts of {config.data.train}; use at most that many"
         )
+    _check_reporters(config)
     run_dir = Path(config.trainer.run_dir)
-    resume_from = newest_checkpoint(run_dir / "checkpoints")
-    if config.trainer.resume == "never" and (run_dir / "metrics.jsonl").exists():
-        raise ValueError(
-            f"trainer.run_dir={run_dir} holds a run and trainer.resume=never; "
-            "choose another folder or trainer.resume=auto"
+    prepared = replace(
+        prepared,
+        train=train,
+        steps=steps,
+        origin=reference_origin(config, prepared.shape),
+        resume_from=find_checkpoint(run_dir, config.trainer.resume),
+    )
+    if prepared.resume_from is not None:
+        check_checkpoint(
+            prepared.resume_from, train, prepared.sampler(), prepared.origin, prepared.shape
         )
     _check_writable(run_dir, rank)
-    return replace(prepared, train=train, steps=steps, resume_from=resume_from)
+    return prepared
 
 
 def prepare_evaluation(config: Config, rank: int, world: int) -> Prepared:
@@ -114,11 +130,12 @@ def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
         dtype=platform.default_dtype(),
         tokenizer=tokenizer,
         valid_vocab=min(shape.vocab_size, len(tokenizer)),
-        stop_ids=hf_config.end_of_sequence_ids(folder, tokenizer.eos_token_id),
+        stop_ids=hf_config.end_of_sequence_ids(folder, tokenizer.eos_token_id, shape.vocab_size),
         train=PromptSet((), 0, ""),
         eval=None,
         rewards=rewards,
         steps=0,
+        origin={},
         resume_from=None,
     )
     prepared = replace(prepared, dtype=DTYPES[prepared.config.model.dtype])
@@ -133,11 +150,10 @@ def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None
     """Layouts that this model cannot have, and lengths that it cannot hold."""
     layout.stage_layers(shape.num_layers)
     check_tp(shape, layout.tp)
-    for number, name in ((shape.num_heads, "heads"), (shape.vocab_size, "vocabulary rows")):
-        if name == "heads" and number % config.rollout.tp:
-            raise ValueError(
-                f"rollout.tp={config.rollout.tp} does not divide the model's {number} {name}"
-            )
+    if shape.num_heads % config.rollout.tp:
+        raise ValueError(
+            f"rollout.tp={config.rollout.tp} does not divide the model's {shape.num_heads} heads"
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ValueError(
@@ -172,6 +188,8 @@ def _resolve(config: Config) -> Config:
     """Fill every null that has a documented default, so that config.yaml shows what runs."""
     algorithm = config.algorithm
     loss = loss_settings(config)
+    correction = algorithm.correction
+    bounds = resolve_correction(correction.mode, correction.cap, correction.low)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if platform.default_dtype() == torch.bfloat16 else "float32"
@@ -200,6 +218,7 @@ def _resolve(config: Config) -> Config:
             cap=loss.cap,
             aggregation=loss.aggregation,
             normalize=loss.normalize,
+            correction=replace(correction, cap=bounds.high, low=bounds.low),
             mismatch=mismatch,
         ),
         rollout=replace(
@@ -255,6 +274,17 @@ def _reward(config: RewardConfig) -> RewardSpec:
         timeout_s=config.timeout_s,
         kwargs=dict(config.kwargs),
     )
+
+
+def _check_reporters(config: Config) -> None:
+    """The packages that the reporters import on rank 0, once training has begun."""
+    wandb, tensorboard = config.log.wandb, config.log.tensorboard
+    for package, wanted, off in (("tensorboard", tensorboard, "false"), ("wandb", wandb, "null")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"log.{package}={wanted} needs the {package} package; pip install {package} or set "
+                f"log.{package}={off}"
+            )
 
 
 def _check_writable(run_dir: Path, rank: int) -> None:

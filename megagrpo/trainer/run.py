@@ -144,6 +144,7 @@ class Run:
             "skipped_steps": self.policy.skipped_steps,
             "steps_over_stop": self.policy.steps_over_stop,
             "sampler": self.sampler.state(),
+            "prompts": self.prompts.digest(),
             "reference": settings.origin,
         }
         path = save_checkpoint(

@@ -5,13 +5,11 @@ afterwards), optimizer, hybrid engine; a checkpoint is loaded by `Run.begin`.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megagrpo.algo.corrections import resolve_correction
 from megagrpo.data.prompts import decode
-from megagrpo.data.sampler import PromptSampler
 from megagrpo.hybrid.engine import HybridEngine
 from megagrpo.hybrid.memory import DeviceOffload, Offload, Parked, Resident, TrainingState
 from megagrpo.model.build import (
@@ -30,7 +28,6 @@ from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector
 from megagrpo.rollout.engine import RolloutEngine
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings
-from megagrpo.trainer.checkpoint import read_state
 from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
 from megagrpo.trainer.phases import Phases
@@ -38,7 +35,7 @@ from megagrpo.trainer.policy import NoReference, Policy, PolicySettings, Referen
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.trainer.report import StepReport
 from megagrpo.trainer.run import RolloutSettings, Run, SaveSettings
-from megagrpo.trainer.sources import digest_of, open_source
+from megagrpo.trainer.sources import open_source
 from megagrpo.weights.table import expand, hf_manifest, padded_vocab
 
 
@@ -50,9 +47,8 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     source = open_source(config.model.path, shape)
     chunks = _model(prepared, context)
     load_weights_(chunks, source, shape, context)
-    origin = _reference_origin(prepared)
     scoring = Scoring(context, config.rollout.temperature, prepared.valid_vocab)
-    reference = _reference(prepared, origin, scoring, phases)
+    reference = _reference(prepared, scoring, phases)
     engine = _engine(prepared, chunks)
     trainable = _trainable(prepared, chunks, context)
     hybrid = _hybrid(prepared, context, trainable, engine)
@@ -66,9 +62,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         context=context,
         phases=phases,
         prompts=prepared.train,
-        sampler=PromptSampler(
-            len(prepared.train.prompts), config.data.prompts_per_step, _shuffle_seed(prepared)
-        ),
+        sampler=prepared.sampler(),
         collector=collector,
         hybrid=hybrid,
         policy=_policy(prepared, trainable, scoring, phases),
@@ -83,7 +77,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         rollout=_rollout(prepared),
         advantage=_advantage(prepared),
         cut=_cut(prepared),
-        save_settings=_save(prepared, origin),
+        save_settings=_save(prepared),
         steps=prepared.steps,
         resume_from=prepared.resume_from,
     )
@@ -126,30 +120,13 @@ def _trainable(prepared: Prepared, chunks: Chunks, context: ParallelContext) -> 
     )
 
 
-def _reference_origin(prepared: Prepared) -> dict[str, Any]:
-    """Path and digest of the reference; after a resume those of step 0, checked."""
-    config = prepared.config
-    path = config.reference.path or config.model.path
-    origin = {"path": str(Path(path).resolve()), "digest": digest_of(path, prepared.shape)}
-    if prepared.resume_from is not None:
-        saved: dict[str, Any] = read_state(prepared.resume_from)["reference"]
-        if saved["digest"] != origin["digest"]:
-            raise ValueError(
-                f"the run's reference was {saved['path']} with digest {saved['digest']}, now "
-                f"{origin['path']} has {origin['digest']}; give reference.path the old weights"
-            )
-    return origin
-
-
-def _reference(
-    prepared: Prepared, origin: dict[str, Any], scoring: Scoring, phases: Phases
-) -> Reference | NoReference:
+def _reference(prepared: Prepared, scoring: Scoring, phases: Phases) -> Reference | NoReference:
     config = prepared.config
     use, beta = config.reference.use, config.algorithm.kl.beta
     if use == "never" or (use == "auto" and beta == 0):
         return NoReference()
     chunks: Chunks = _model(prepared, scoring.context)
-    source = open_source(origin["path"], prepared.shape)
+    source = open_source(prepared.origin["path"], prepared.shape)
     load_weights_(chunks, source, prepared.shape, scoring.context)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -234,14 +211,14 @@ def _advantage(prepared: Prepared) -> AdvantageSettings:
     )
 
 
-def _save(prepared: Prepared, origin: dict[str, Any]) -> SaveSettings:
+def _save(prepared: Prepared) -> SaveSettings:
     trainer = prepared.config.trainer
     return SaveSettings(
         run_dir=Path(trainer.run_dir),
         every=trainer.save_every,
         keep_last=trainer.keep_last,
         hf_folder=prepared.hf_folder,
-        origin=origin,
+        origin=prepared.origin,
     )
 
 
@@ -264,9 +241,3 @@ def _rollout(prepared: Prepared) -> RolloutSettings:
         group_size=rollout.group_size,
         seed=rollout.seed,
     )
-
-
-def _shuffle_seed(prepared: Prepared) -> int:
-    seed = prepared.config.data.shuffle_seed
-    assert seed is not None, "preflight resolves it"
-    return seed

@@ -35,15 +35,26 @@ def micro_batch_sums(
     mask: torch.Tensor,
 ) -> Scalars:
     """Everything one micro-batch has to say, by names "loss/...", "weight/...", "mismatch/..."."""
-    mismatch = mismatch_sums(
-        old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
-    )
     found = {f"loss/{name}": value for name, value in output.sums.items()}
     found["loss/loss"] = output.loss.detach()
-    for prefix, part in (("weight", correction.stats), ("mismatch", mismatch)):
-        found.update({f"{prefix}/{name}": value for name, value in part.sums.items()})
-        found.update({f"{PEAK}{prefix}/{name}": value for name, value in part.peaks.items()})
+    found |= _named("weight", correction.stats)
+    found |= mismatch_scalars(
+        old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
+    )
     return found
+
+
+def mismatch_scalars(
+    *, old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor
+) -> Scalars:
+    """The "mismatch/..." scalars of one micro-batch; all three [T]."""
+    sums = mismatch_sums(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    return _named("mismatch", sums)
+
+
+def _named(prefix: str, part: SumsAndPeaks) -> Scalars:
+    found = {f"{prefix}/{name}": value for name, value in part.sums.items()}
+    return found | {f"{PEAK}{prefix}/{name}": value for name, value in part.peaks.items()}
 
 
 def reduce_sums(micro_batches: Sequence[Scalars], context: ParallelContext) -> dict[str, float]:
