@@ -129,7 +129,7 @@ class CorrectionConfig:
         "token_truncate",
         "form of the rollout correction",
         choices=(
-            "off",
+            "none",
             "token_truncate",
             "token_mask",
             "sequence_truncate",
@@ -137,9 +137,16 @@ class CorrectionConfig:
             "geometric_mask",
         ),
     )
-    cap: float = key(2.0, "upper bound of the weight, inclusive", within=POSITIVE)
+    cap: float | None = key(
+        None,
+        "upper bound of the weight, inclusive; null: token_truncate 2, token_mask 5, sequence_* 3, "
+        "geometric_mask 1.01",
+        within=POSITIVE,
+    )
     low: float | None = key(
-        None, "lower bound of the weight, inclusive; null is none", within=NOT_NEGATIVE
+        None,
+        "lower bound, inclusive; null: token_mask 0.5, geometric_mask 0.99, else none",
+        within=NOT_NEGATIVE,
     )
 
 

@@ -192,11 +192,6 @@ def _check_values(config: Config) -> None:
         raise ValueError(f"optim.min_lr={optim.min_lr} has no effect with schedule=constant")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1)")
-    correction = config.algorithm.correction
-    if correction.low is not None and correction.low >= correction.cap:
-        raise ValueError(
-            f"algorithm.correction.low={correction.low} must be below cap={correction.cap}"
-        )
     names = [reward.name for reward in config.rewards if reward.name is not None]
     if len(names) != len(set(names)):
         raise ValueError(f"rewards have the same name twice: {names}; give each its own name")

@@ -23,7 +23,7 @@ from megagrpo.algo.settings import LOSS_DEFAULTS, resolve_loss_defaults
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())
 F1 = GOLDEN["fixture"]
-MODES = [mode for mode in CORRECTION_BOUNDS if mode != "off"]
+MODES = [mode for mode in CORRECTION_BOUNDS if mode != "none"]
 
 
 def _flat(rows):
@@ -133,7 +133,7 @@ def test_truncation_moves_and_masking_drops():
     assert _weigh(diffs, settings[1]).weights.tolist() == [0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("mode", [*MODES, "off"])
+@pytest.mark.parametrize("mode", [*MODES, "none"])
 def test_weights_have_no_gradient_and_do_not_depend_on_the_update(mode):
     """OFF-4: they read the log-probs of before the update only."""
     old = OLD.clone().requires_grad_()
@@ -164,7 +164,7 @@ def test_weights_have_no_gradient_and_do_not_depend_on_the_update(mode):
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])
-@pytest.mark.parametrize("mode", [*MODES, "off"])
+@pytest.mark.parametrize("mode", [*MODES, "none"])
 def test_a_log_prob_that_is_not_finite_gives_weight_zero_and_is_counted(mode, bad):
     """OFF-5: that token, or in a sequence mode its sequence; the loss stays finite."""
     rollout = torch.tensor([-1.0, bad, -1.0])
@@ -370,7 +370,7 @@ def test_defaults_are_tis_two_and_icepop():
     ("call", "message"),
     [
         ({"mode": "tis"}, "correction 'tis' is unknown; use one of .*'token_truncate'"),
-        ({"mode": "off", "cap": 2.0}, "cap=2.0, low=None have no effect with mode off"),
+        ({"mode": "none", "cap": 2.0}, "cap=2.0, low=None have no effect with mode none"),
         ({"mode": "token_mask", "cap": 0.4}, "bounds low=0.5, cap=0.4"),
         ({"mode": "token_truncate", "cap": 0.0}, "bounds low=None, cap=0.0"),
         ({"mode": "token_mask", "low": 5.0}, "bounds low=5.0, cap=5.0"),

@@ -32,7 +32,7 @@ class CorrectionSettings:
 
 
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "off": (None, None),
+    "none": (None, None),
     "token_truncate": (None, 2.0),
     "token_mask": (0.5, 5.0),
     "sequence_truncate": (None, 3.0),
@@ -64,14 +64,14 @@ def resolve_correction(
 ) -> CorrectionSettings:
     """The settings of a mode: its default bounds, replaced by `cap` (above) and `low` (below).
 
-    Raises ValueError for an unknown mode, bounds with "off", bounds that are not 0 <= low < cap.
+    Raises ValueError for an unknown mode, bounds with "none", bounds that are not 0 <= low < cap.
     Truncated importance sampling: Yao et al. 2025 ("Your efficient RL framework secretly brings you
     off-policy training"); token_mask is IcePop, arXiv 2510.18855.
     """
     if mode not in CORRECTION_BOUNDS:
         raise ValueError(f"correction {mode!r} is unknown; use one of {list(CORRECTION_BOUNDS)}")
-    if mode == "off" and not (cap is None and low is None):
-        raise ValueError(f"correction cap={cap}, low={low} have no effect with mode off; drop them")
+    if mode == "none" and not (cap is None and low is None):
+        raise ValueError(f"correction cap={cap}, low={low} have no effect with mode none; drop them")
     default_low, default_high = CORRECTION_BOUNDS[mode]
     settings = CorrectionSettings(
         mode=mode,
@@ -84,7 +84,7 @@ def resolve_correction(
 
 def _check_bounds(settings: CorrectionSettings) -> None:
     low, high = settings.low, settings.high
-    if settings.mode == "off":
+    if settings.mode == "none":
         return
     if low is None and high is None:
         raise ValueError(f"correction {settings.mode!r} needs a bound; set cap")
@@ -127,7 +127,7 @@ def correction_weights(
             total = total / lengths.clamp(min=1)
         diff = total.clamp(-DIFF_CLAMP, DIFF_CLAMP)[index]
         finite = (segment_sum((~finite).to(diff.dtype), index, num_sequences) == 0)[index]
-    weights = torch.ones_like(diff) if settings.mode == "off" else _bounded(diff.exp(), settings)
+    weights = torch.ones_like(diff) if settings.mode == "none" else _bounded(diff.exp(), settings)
     weights = torch.where(flat, torch.where(finite, weights, 0.0), 1.0)
     zeroed = flat & (weights == 0)
     zeros = segment_sum(zeroed.to(diff.dtype), index, num_sequences)

@@ -156,10 +156,10 @@ def resolve_loss_defaults(
 
 
 def _check_correction(name: str, correction: str, prefix: str) -> None:
-    if correction != "off" and not correction.startswith(prefix):
+    if correction != "none" and not correction.startswith(prefix):
         raise ValueError(
             f"correction mode {correction!r} cannot enter loss {name!r}; use a {prefix}* mode or "
-            "off"
+            "none"
         )
 
 

@@ -6,7 +6,7 @@ checkpoint, so that a run that is killed between the two repeats the step and re
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.hybrid.engine import HybridEngine
 from megagrpo.parallel.context import ParallelContext
+from megagrpo.rewards.runner import RewardCounts
 from megagrpo.rollout.collect import Collector, Draw
 from megagrpo.trainer.batch import AdvantageSettings, Batch, CutSettings, make_batch
 from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -48,7 +49,8 @@ class SaveSettings:
 
 @dataclass
 class Run:
-    """Everything a step needs; `done` counts finished steps."""
+    """Everything a step needs; `done` counts finished steps, `sync` and `counts` are what the
+    step's rollout left: an evaluation before the report syncs and scores as well."""
 
     context: ParallelContext
     phases: Phases
@@ -67,6 +69,8 @@ class Run:
     steps: int
     resume_from: Path | None
     done: int = 0
+    sync: dict[str, float] = field(default_factory=dict)
+    counts: RewardCounts = RewardCounts(0, 0)
 
     def begin(self) -> None:
         """Resume where a checkpoint stands, else evaluate the untrained policy."""
@@ -89,9 +93,11 @@ class Run:
         """G scored samples per prompt from the weights as they are; all ranks join."""
         draw = Draw(self.rollout.seed, "train", step)
         with self.hybrid.rollout_mode(version=step - 1):
-            return self.collector.collect(
+            samples = self.collector.collect(
                 prompts, draw, self.rollout.sampling, self.rollout.group_size
             )
+        self.sync, self.counts = self.hybrid.stats, self.collector.rewards.take_counts()
+        return samples
 
     @phase("adv")
     def compare_groups(self, samples: list[Sample]) -> Batch:
@@ -114,8 +120,8 @@ class Run:
             outcome,
             Progress(self.policy.optimizer_steps, self.policy.skipped_steps),
             evaluation=evaluation,
-            sync=self.hybrid.stats,
-            counts=self.collector.rewards.take_counts(),
+            sync=self.sync,
+            counts=self.counts,
             seconds=self.phases.take(),
         )
         self.done = step

@@ -103,20 +103,19 @@ def padded_vocab(vocab: int, tp: int, multiple: int = PAD_MULTIPLE) -> int:
     return -(-vocab // unit) * unit
 
 
-def check_tp(shape: ModelShape, tp: int) -> None:
-    """Raise ValueError, naming both numbers, if the model cannot be cut into `tp` tensor ranks."""
+def check_tp(shape: ModelShape, tp: int, key: str = "parallel.tp") -> None:
+    """Raise ValueError, naming both numbers, if the model cannot be cut into `tp` tensor ranks;
+    `key` is where the number was set."""
     kv, heads = shape.num_kv_heads, shape.num_heads
     if kv % tp and tp % kv:
-        raise ValueError(
-            f"parallel.tp={tp} and num_key_value_heads={kv}: one must divide the other"
-        )
+        raise ValueError(f"{key}={tp} and num_key_value_heads={kv}: one must divide the other")
     for name, size in (
         ("num_attention_heads", heads),
         ("intermediate_size", shape.ffn_hidden_size),
         ("fused QKV rows", (heads + 2 * kv) * shape.head_dim),
     ):
         if size % tp:
-            raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; use a divisor")
+            raise ValueError(f"{key}={tp} does not divide {name}={size}; use a divisor")
 
 
 def hf_shape(shape: ModelShape, name: str) -> tuple[int, ...]:
