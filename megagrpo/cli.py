@@ -28,10 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = command(arguments)
     except ValueError as error:
-        # Raised by checks that every rank runs alike, before any process group exists.
+        # Raised by checks that every rank runs alike, before any process group exists: one rank
+        # of every host says it, since a file may be missing on one of them only.
         if os.environ.get("MEGAGRPO_TRACEBACK"):
             traceback.print_exc()
-        log.error(f"error: {' '.join(str(error).split())}", all_ranks=False)
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        log.error(f"error: {' '.join(str(error).split())}", all_ranks=speaks)
         return 2
     return status
 
@@ -103,7 +105,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from megagrpo.trainer.preflight import prepare_evaluation
 
     prepared = prepare_evaluation(config, platform.rank_from_env(), platform.world_from_env())
-    for name, value in evaluate_checkpoint(prepared).items():
+    found = evaluate_checkpoint(prepared)  # the same on every rank
+    for name, value in found.items() if prepared.rank == 0 else ():
         sys.stdout.write(f"{name} {value:.4f}\n")
     sys.stdout.flush()
     return 0

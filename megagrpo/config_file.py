@@ -20,7 +20,7 @@ from omegaconf import errors as omegaconf_errors
 from megagrpo.config import Config, RewardConfig, known_keys
 from megagrpo.types import Layout
 
-LOWEST_TEMPERATURE = 0.01  # vllm 0.32, sampling_params._MAX_TEMP: lower ones become this
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # of vllm 0.32; it raises lower ones to this
 TRAINING_NEEDS = ("model.path", "data.train")
 EVALUATION_NEEDS = ("model.path", "data.eval")
 
@@ -251,10 +251,10 @@ def _check_sampling(config: Config) -> None:
     if config.eval.temperature < 0:
         raise ValueError(f"eval.temperature={config.eval.temperature} must be >= 0; 0 is greedy")
     for name, value in (("rollout", rollout.temperature), ("eval", config.eval.temperature)):
-        if 0 < value < LOWEST_TEMPERATURE:
+        if value != 0 and not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
             raise ValueError(
-                f"{name}.temperature={value} is below {LOWEST_TEMPERATURE}, which vLLM would raise "
-                "it to; use at least that"
+                f"{name}.temperature={value} is outside {LOWEST_TEMPERATURE}..{HIGHEST_TEMPERATURE}"
+                ", what vLLM samples with; choose a number inside"
             )
     if config.eval.temperature == 0 and config.eval.samples > 1:
         raise ValueError(

@@ -3,6 +3,7 @@
 `test_cli.py` shows that such an error is one line, status 2 and touches nothing.
 """
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from megagrpo.config import known_keys
 from megagrpo.config_file import load_config
 from megagrpo.data.prompts import load_prompts, load_tokenizer, read_rows
+from megagrpo.metrics.reporters import check_packages
 from megagrpo.model.hf_config import end_of_sequence_ids, read_shape
 from megagrpo.rewards.base import RewardSpec, check_columns, load_reward
 from megagrpo.trainer import preflight
@@ -60,15 +62,15 @@ def test_a_number_outside_its_interval_is_named_with_the_interval(word: str, sai
 
 
 @pytest.mark.parametrize("key", ["rollout.temperature", "eval.temperature"])
-def test_a_temperature_that_vllm_would_raise_in_silence_is_refused(key: str) -> None:
-    """LP-14: the engine would sample at 0.01 while the trainer divides by the smaller one."""
-    from vllm import sampling_params
+def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(key: str) -> None:
+    """LP-14: it would sample at 0.01 in silence while the trainer divides by the smaller one."""
+    from vllm import SamplingParams
 
-    from megagrpo.config_file import LOWEST_TEMPERATURE
-
-    assert sampling_params._MAX_TEMP == LOWEST_TEMPERATURE
-    assert f"{key}=0.005" in refusal(f"{key}=0.005")
-    load_config(None, [*REQUIRED, f"{key}={LOWEST_TEMPERATURE}"])
+    assert f"{key}=0.005 is outside 0.01..2.0" in refusal(f"{key}=0.005")
+    assert f"{key}=2.5 is outside" in refusal(f"{key}=2.5")
+    for fine in (0.01, 2.0):
+        load_config(None, [*REQUIRED, f"{key}={fine}"])
+        assert SamplingParams(temperature=fine).temperature == fine
 
 
 @pytest.mark.parametrize(
@@ -197,10 +199,26 @@ def test_a_reporter_whose_package_is_missing_is_refused_at_the_start(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone opens reporters, when the others already wait for it."""
-    find = preflight.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        preflight.importlib.util, "find_spec", lambda name: None if name == package else find(name)
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
     )
-    config = load_config(None, [*REQUIRED, "log.wandb=project"])
     with pytest.raises(ValueError, match=f"log.{package}=.*needs the {package} package"):
-        preflight._check_reporters(config)
+        check_packages(tensorboard=True, wandb="project" if package == "wandb" else None)
+    check_packages(tensorboard=package != "tensorboard", wandb=None)
+
+
+def test_a_cache_below_one_sequence_is_refused_and_one_above_is_not(tmp_path: Path) -> None:
+    """vLLM would refuse it after every rank has loaded its weights."""
+    folder = make_hf_folder(tmp_path / "hf", "qwen3", with_tokenizer=True)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1>", "answer": "1"}\n' * 4)
+    words = [f"model.path={folder}", f"data.train={tmp_path}/train.jsonl"]
+    words += ["rewards=[{path: exact_match}]", "data.prompts_per_step=4"]
+    words += ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"]
+    words += [f"trainer.run_dir={tmp_path}/run"]
+    # 4 layers x keys and values x 2 heads of 16 numbers of 4 bytes, for 2 blocks of 128 tokens
+    needed = 4 * 2 * 2 * 16 * 4 * 256 / 2**30
+    preflight.prepare(load_config(None, [*words, f"rollout.kv_cache_gb={needed}"]), 0, 1)
+    below = load_config(None, [*words, f"rollout.kv_cache_gb={needed * 0.99}"])
+    with pytest.raises(ValueError, match="rollout.kv_cache_gb=.* 200 tokens, which needs 0.00024"):
+        preflight.prepare(below, 0, 1)

@@ -73,7 +73,9 @@ def test_train_evaluate_and_report_work_from_the_command_line(place: Path, tmp_p
     checkpoint = run_dir / "checkpoints" / "step_2"
     scored = command("evaluate", f"--model={checkpoint}")
     assert scored.returncode == 0, scored.stderr[-3000:]
-    found = dict(line.split() for line in scored.stdout.splitlines() if line.startswith("val/"))
+    shown = [line.split() for line in scored.stdout.splitlines() if line.startswith("val/")]
+    found = dict(shown)
+    assert len(found) == len(shown), "every rank printed"
     assert float(found["val/train/mean@1"]) == pytest.approx(
         trained[-1]["val/train/mean@1"], abs=1e-4
     )
@@ -152,7 +154,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(
         (8, ["parallel.pp=8"], "4 layers"),
         (8, ["parallel.tp=8"], "parallel.tp=8 does not divide num_attention_heads=4"),
         (3, ["parallel.tp=3"], "parallel.tp=3 and num_key_value_heads=2"),
-        (3, ["rollout.tp=3"], "rollout.tp=3 does not divide the model's 4 heads"),
+        (3, ["rollout.tp=3"], "rollout.tp=3 and num_key_value_heads=2"),
         (2, ["parallel.pp=2", "parallel.first_stage_layers=4"], "without layers"),
     ],
 )
@@ -169,6 +171,22 @@ def test_a_layout_that_the_model_cannot_have_is_refused(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     assert main(["train", *words(place, tmp_path / "run", *wrong)]) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("local", "times"), [("0", 1), ("1", 0)])
+def test_a_mistake_on_another_host_is_said_by_its_first_rank(
+    local: str,
+    times: int,
+    place: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dataset that is missing on the second host only."""
+    for name, value in {"RANK": "8", "LOCAL_RANK": local, "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *words(place, tmp_path / "run", "data.train=absent.jsonl")]) == 2
+    assert capfd.readouterr().err.count("[rank 8] error: ") == times
 
 
 def test_unwritable_run_folder_is_refused(

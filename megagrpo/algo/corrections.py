@@ -71,7 +71,7 @@ def resolve_correction(
     if mode not in CORRECTION_BOUNDS:
         raise ValueError(f"correction {mode!r} is unknown; use one of {list(CORRECTION_BOUNDS)}")
     if mode == "none" and not (cap is None and low is None):
-        raise ValueError(f"correction cap={cap}, low={low} have no effect with mode none; drop them")
+        raise ValueError(f"correction cap={cap}, low={low} have no effect with mode none")
     default_low, default_high = CORRECTION_BOUNDS[mode]
     settings = CorrectionSettings(
         mode=mode,

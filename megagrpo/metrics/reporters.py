@@ -5,6 +5,7 @@ before the next step begins) and uploads by ourselves (W&B does its own, or none
 """
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -26,6 +27,16 @@ class Reporter(Protocol):
 
     def close(self) -> None:
         """Nothing comes after this."""
+
+
+def check_packages(tensorboard: bool, wandb: str | None) -> None:
+    """ValueError if a chosen reporter's package is missing; importing it comes much later."""
+    for package, wanted, off in (("tensorboard", tensorboard, "false"), ("wandb", wandb, "null")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"log.{package}={wanted} needs the {package} package; pip install {package} or set "
+                f"log.{package}={off}"
+            )
 
 
 class JsonLines:

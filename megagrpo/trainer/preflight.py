@@ -5,8 +5,6 @@ last, by rank 0. Every mistake is a ValueError of one line: value, limit, cure. 
 all that `setup.py` needs, so nothing is read twice.
 """
 
-import importlib.util
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,22 @@ from megagrpo.config import Config, RewardConfig
 from megagrpo.config_file import check_layout
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
 from megagrpo.data.sampler import PromptSampler
+from megagrpo.metrics.reporters import check_packages
 from megagrpo.model import hf_config
 from megagrpo.parallel import platform
 from megagrpo.rewards.base import check_columns, load_reward, reward_name
 from megagrpo.rewards.runner import RewardSpec
-from megagrpo.trainer.resume import check_checkpoint, find_checkpoint, reference_origin
+from megagrpo.trainer.resume import (
+    check_checkpoint,
+    check_writable,
+    find_checkpoint,
+    reference_origin,
+)
 from megagrpo.trainer.sources import open_source
 from megagrpo.types import Layout, ModelShape, Sampling
 from megagrpo.weights.table import check_tp
 
+CACHE_BLOCK = 128  # tokens of one KV block of vllm 0.32 on a CPU, its largest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -81,7 +86,7 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
             f"data.prompts_per_step={config.data.prompts_per_step} is more than the "
             f"{len(train.prompts)} prompts of {config.data.train}; use at most that many"
         )
-    _check_reporters(config)
+    check_packages(config.log.tensorboard, config.log.wandb)
     run_dir = Path(config.trainer.run_dir)
     prepared = replace(
         prepared,
@@ -94,7 +99,7 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
         check_checkpoint(
             prepared.resume_from, train, prepared.sampler(), prepared.origin, prepared.shape
         )
-    _check_writable(run_dir, rank)
+    check_writable(run_dir, rank)
     return prepared
 
 
@@ -139,6 +144,7 @@ def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
         resume_from=None,
     )
     prepared = replace(prepared, dtype=DTYPES[prepared.config.model.dtype])
+    _check_cache(prepared)
     if config.data.eval is not None:
         held_out = _prompts(prepared, config.data.eval, "data.eval")
         limited = replace(held_out, prompts=held_out.prompts[: config.eval.max_prompts])
@@ -150,15 +156,28 @@ def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None
     """Layouts that this model cannot have, and lengths that it cannot hold."""
     layout.stage_layers(shape.num_layers)
     check_tp(shape, layout.tp)
-    if shape.num_heads % config.rollout.tp:
-        raise ValueError(
-            f"rollout.tp={config.rollout.tp} does not divide the model's {shape.num_heads} heads"
-        )
+    check_tp(shape, config.rollout.tp, "rollout.tp")  # vLLM has the same limits
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > shape.max_positions:
         raise ValueError(
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} is over the model's "
             f"{shape.max_positions} positions; lower one of them"
+        )
+
+
+def _check_cache(prepared: Prepared) -> None:
+    """The KV cache of a rank must hold one sequence of the longest kind; vLLM counts in blocks."""
+    rollout, shape = prepared.config.rollout, prepared.shape
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    tokens = -(-longest // CACHE_BLOCK) * CACHE_BLOCK
+    heads = max(1, shape.num_kv_heads // rollout.tp)
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * prepared.dtype.itemsize
+    needed = tokens * per_token / 2**30
+    if rollout.kv_cache_gb is not None and rollout.kv_cache_gb < needed:
+        raise ValueError(
+            f"rollout.kv_cache_gb={rollout.kv_cache_gb} does not hold one sequence of {longest} "
+            f"tokens, which needs {needed:.3g}; raise it or lower rollout.max_prompt_tokens or "
+            "max_response_tokens"
         )
 
 
@@ -274,29 +293,3 @@ def _reward(config: RewardConfig) -> RewardSpec:
         timeout_s=config.timeout_s,
         kwargs=dict(config.kwargs),
     )
-
-
-def _check_reporters(config: Config) -> None:
-    """The packages that the reporters import on rank 0, once training has begun."""
-    wandb, tensorboard = config.log.wandb, config.log.tensorboard
-    for package, wanted, off in (("tensorboard", tensorboard, "false"), ("wandb", wandb, "null")):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"log.{package}={wanted} needs the {package} package; pip install {package} or set "
-                f"log.{package}={off}"
-            )
-
-
-def _check_writable(run_dir: Path, rank: int) -> None:
-    """Rank 0 makes the folder and tries a file; the others look only."""
-    if rank != 0:
-        return
-    probe = run_dir / ".writable"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        os.remove(probe)
-    except OSError as error:
-        raise ValueError(
-            f"trainer.run_dir={run_dir} cannot be written ({error.strerror}); choose another folder"
-        ) from error

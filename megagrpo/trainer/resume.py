@@ -1,9 +1,10 @@
-"""Whether a run folder can be continued by this config: all of it known before any process group.
+"""Whether a run folder can be written and continued: all of it known before any process group.
 
 The newest complete checkpoint counts (manifest.py). A folder whose checkpoints are all broken is
 refused, because starting anew there would write over what is left of the run.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,18 @@ def check_checkpoint(
             f"{saved['digest']}, now {origin['path']} has {origin['digest']}; give reference.path "
             "the old weights or start a new trainer.run_dir"
         )
+
+
+def check_writable(run_dir: Path, rank: int) -> None:
+    """Rank 0 makes the folder and tries a file; the others look only. ValueError if it cannot."""
+    if rank != 0:
+        return
+    probe = run_dir / ".writable"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        os.remove(probe)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.run_dir={run_dir} cannot be written ({error.strerror}); choose another folder"
+        ) from error
