@@ -148,7 +148,7 @@ def serve(rank: int, folder: str, case: Case) -> tuple[Round, Round, dict[str, f
     assert all(not cache.any() for cache in engine._worker.model_runner.kv_caches)
     check_incomplete_load_is_named(engine, second, hf_manifest(shape, torch.float32))
     fill_(local, slices, second)
-    with hybrid.rollout_mode(1), boosted_logit(engine):
+    with hybrid.rollout_mode(2), boosted_logit(engine):
         asked = requests(engine.replica, 2)
         two = (asked, engine.generate(asked, Sampling(1.0, 6, stop_ids=tuple(range(3, 30)))))
     assert hybrid.version == engine.version == 2
