@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from megagrpo.config_file import load_config
 from megagrpo.model.build import local_parameters
 from megagrpo.model.optimizer import LRSchedule, OptimSettings, Trainable, wrap_and_build
 from megagrpo.parallel.collectives import RankFailure
+from megagrpo.parallel.mcore_repairs import WRITE_QUEUE
 from megagrpo.trainer import checkpoint as saving
 from megagrpo.trainer import manifest
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, make_batch
@@ -126,6 +128,24 @@ def test_a_killed_rank_ends_the_other_with_the_phase_named(place: Path, tmp_path
     assert len(last) == 1, said[-3000:]
     names = ("start", "gen", "adv", "old_log_prob", "ref", "update_actor", "update_weights")
     assert any(f"failed in phase '{name}'" in last[0] for name in names), last[0]
+
+
+def test_the_process_that_a_save_forks_dies_with_its_rank(tmp_path: Path) -> None:
+    """PROC-1: it holds the rank's sockets, so the others would not see the rank's end."""
+    told, tell = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        WRITE_QUEUE.get().put("works")
+        assert WRITE_QUEUE.get().get() == "works"
+        os.write(tell, str(WRITE_QUEUE._manager._process.pid).encode())
+        signal.pause()
+    manager = psutil.Process(int(os.read(told, 32)))
+    assert manager.ppid() == rank
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    wait_until(lambda: not manager.is_running() or manager.status() == "zombie", 10)
+    os.close(told)
+    os.close(tell)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ What each is for and when it may go stands in parallel/mcore_cpu.py. Measured on
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import os
+import signal
 import types
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 
 from megagrpo.parallel import platform
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def disable_jit_fuser(module: types.ModuleType) -> None:
@@ -38,7 +42,8 @@ class _ForkedQueue:
     def get(self, mp_mode: str = "fork") -> Any:
         """The queue of this process; `mp_mode` is upstream's argument from 0.17 on."""
         if self._owner != os.getpid():
-            self._manager = multiprocessing.get_context("fork").Manager()
+            self._manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+            self._manager.start(initializer=_end_with_parent, initargs=(os.getpid(),))
             self._queue = self._manager.Queue()
             self._owner = os.getpid()
             atexit.register(self.shutdown)
@@ -50,6 +55,14 @@ class _ForkedQueue:
             self._manager.shutdown()
             self._manager = None
             self._owner = -1
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel end this process when the thread that forked it ends, even by SIGKILL: it
+    holds copies of the rank's sockets, which would keep the other ranks waiting for a dead one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
 
 
 WRITE_QUEUE = _ForkedQueue()
