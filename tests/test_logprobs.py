@@ -1,7 +1,9 @@
 """Vocab-parallel log-probs and entropy against dense float64 log_softmax."""
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -329,3 +331,20 @@ def test_bad_arguments_are_refused_with_value_and_limit(change, message):
     call |= change
     with pytest.raises(ValueError, match=message):
         vocab_parallel_logprobs(call.pop("logits"), call.pop("labels"), group=None, **call)
+
+
+def test_tempered_log_probs_and_entropy_equal_the_golden_table():
+    """LP-12, LP-14: the numbers that an engine with processed log-probs gives as well."""
+    golden = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())
+    for row in golden["tables"]["temperature"]:
+        logits = torch.tensor([row["logits"]] * 4, dtype=torch.float64)
+        logprobs, entropy = vocab_parallel_logprobs(
+            logits,
+            torch.arange(4),
+            group=None,
+            valid_vocab=4,
+            temperature=row["temperature"],
+            with_entropy=True,
+        )
+        assert logprobs.tolist() == pytest.approx(row["logp"], abs=2e-6)
+        assert entropy.tolist() == pytest.approx([row["entropy"]] * 4, abs=2e-6)

@@ -13,6 +13,7 @@ from megagrpo.model import build, parity
 from megagrpo.model.hf_config import read_shape
 from megagrpo.parallel.context import init_parallel
 from megagrpo.types import Layout
+from megagrpo.weights.table import hf_manifest
 from tests.megatron_toys import sequences, toy_on_rank
 from tests.pool import run_ranks
 from tests.tiny_models import llama3_rope, make_hf_folder
@@ -89,6 +90,22 @@ def test_logits_equal_those_of_transformers_for_every_family(
         assert len(found) == len(MODELS) * len(PACKS)
         wrong = {name: value for name, value in found.items() if not value < TOLERANCE}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_exported_names_and_shapes_are_the_state_dict_of_transformers(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    """CONV-2, CONV-34: parameters and saved buffers, none lost and none invented; a tied head is
+    the embedding and is not written."""
+    folder = make_hf_folder(tmp_path / "hf", family, tied, vocab_size=131)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    want = {name: tuple(value.shape) for name, value in state.items()}
+    if tied:
+        del want["lm_head.weight"]
+    shape = read_shape(folder)
+    assert {info.name: info.shape for info in hf_manifest(shape, shape.dtype)} == want
 
 
 def test_a_declared_uneven_split_gives_the_logits_of_transformers(tmp_path: Path) -> None:

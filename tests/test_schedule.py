@@ -185,6 +185,38 @@ def test_gradients_are_reduced_once_per_optimizer_step(cuts: int, folders: dict[
     assert run_ranks(2, reductions) == [1, 1]
 
 
+def test_a_loss_of_another_form_or_a_dividing_schedule_is_an_error(folders: dict[str, str]) -> None:
+    """PAR-14: a loss alone, a triple, one value per token; and the flag under which megatron-core
+    divides by the number of micro-batches."""
+    wrong: list[Callable[[torch.Tensor], Any]] = [
+        lambda logprobs: logprobs.sum(),
+        lambda logprobs: (logprobs.sum(), torch.tensor(3), {}),
+        lambda logprobs: (logprobs, {}),
+    ]
+
+    def refusals(rank: int) -> list[str]:
+        toy = toy_on_rank(folders["qwen3"], Layout(1))
+        trainable = optimizer.wrap_and_build(toy.chunks, toy.context, OPTIM)
+        said = []
+        for per_token, loss in [*((True, loss) for loss in wrong), (False, wrong[2])]:
+            build.bare(trainable.chunks[0]).config.calculate_per_token_loss = per_token
+            with pytest.raises((TypeError, ValueError, AssertionError)) as caught:
+                schedule.forward_backward(
+                    trainable,
+                    [packed(BATCHES[0][:2])],
+                    lambda logprobs, entropy, micro, of=loss: of(logprobs),
+                    context=toy.context,
+                    temperature=1.0,
+                    valid_vocab=toy.shape.vocab_size,
+                    with_entropy=False,
+                )
+            said.append(str(caught.value))
+        return said
+
+    (said,) = run_ranks(1, refusals)
+    assert "one number" in said[2] and "divide" in said[3], said
+
+
 def test_a_neighbour_in_the_pack_leaves_the_gradient_alone(folders: dict[str, str]) -> None:
     """PAR-7: only the second sequence is trained; another first one of equal length."""
     first, other, second = sequences(128, (9, 9, 12), seed=5)

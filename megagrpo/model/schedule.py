@@ -87,6 +87,7 @@ def forward_backward(
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums  # type: ignore
 
     config = bare(chunks[0]).config
+    assert config.calculate_per_token_loss, "megatron-core would divide by the micro-batches"
     config.finalize_model_grads_func = _finalize
     return _run(chunks, micro_batches, loss_of, forward_only=False)
 
