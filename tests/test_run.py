@@ -31,11 +31,16 @@ def share_of_low_ids(prompts, completions, completion_ids, **columns):
 """
 
 
+STOP_IDS = [1, *range(40, 48)]  # the tokenizer's and those of generation_config.json
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A tiny model with a tokenizer shorter than its vocabulary, 12 prompts, a dense reward."""
     folder = tmp_path_factory.mktemp("run")
     make_hf_folder(folder / "hf", "qwen3", with_tokenizer=True, head_dim=32)
+    generation = {"eos_token_id": STOP_IDS[1:], "temperature": 0.3, "repetition_penalty": 1.3}
+    (folder / "hf" / "generation_config.json").write_text(json.dumps(generation))
     rows = [{"prompt": f"{a},{b}>", "answer": str(max(a, b))} for a in range(3) for b in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
@@ -53,6 +58,7 @@ def overrides(place: Path, run_dir: Path, *more: str) -> list[str]:
         "trainer.steps=2",
         "reference.use=always",
         "rollout.group_size=4",
+        "rollout.temperature=0.7",
         "rollout.max_prompt_tokens=8",
         "rollout.max_response_tokens=6",
         "rollout.kv_cache_gb=0.03",
@@ -112,12 +118,21 @@ LAYOUTS = [
 def test_first_rollout_and_metrics_are_equal_at_every_layout(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Design 4.4, 4.6, SYNC-1, SYNC-2, SYNC-27, SYNC-28, SYNC-30, PAR-22, ADV-14."""
+    """Design 4.4, 4.6, SYNC-1, SYNC-2, SYNC-27, SYNC-28, SYNC-30, PAR-22, ADV-14; ADV-25 (any of nine
+    ids ends an answer); LP-12, LP-14, LP-16, SYNC-26 (temperature 0.7 on both sides, whatever the
+    model's generation defaults say)."""
     run(1, overrides(place, tmp_path / "one"))
     want, want_rows = lines(tmp_path / "one"), rollout_rows(tmp_path / "one", 1)
     assert [line["step"] for line in want] == [0, 1, 2]
     assert want[1]["reward/std"] > 0.05 and want[1]["actor/grad_norm"] > 0
     assert max(max(row["completion_ids"]) for row in want_rows) < 98, "ids beyond the tokenizer"
+    for row in want_rows:
+        *inner, last = row["completion_ids"]
+        assert row["stopped"] == (last in STOP_IDS) and not set(inner) & set(STOP_IDS), row
+    stopped = [row["completion_ids"][-1] for row in want_rows if row["stopped"]]
+    assert set(stopped) - {1}, "no answer ended with an id of generation_config.json"
+    assert want[1]["response_length/clip_ratio"] == 1 - len(stopped) / 16
+    assert want[1]["kl/ref_k3"] < 1e-8 and want[2]["kl/ref_k3"] > 1e-4
     for group in range(4):
         answers = {tuple(r["completion_ids"]) for r in want_rows if r["group"] == group}
         assert len(answers) > 1, "the samples of a group are all the same"
