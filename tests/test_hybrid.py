@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megagrpo.hybrid.engine import HybridEngine
 from megagrpo.hybrid.memory import DeviceOffload, TrainingState
 from megagrpo.hybrid.plan import plan_transfers
-from megagrpo.hybrid.source_check import MODULUS, name_weight, non_finite
+from megagrpo.hybrid.source_check import MODULUS, bit_sum, name_weight, non_finite
 from megagrpo.hybrid.transfer import Sources, Transfer
 from megagrpo.model.hf_config import read_shape
 from megagrpo.types import Layout, ModelShape, TensorInfo
@@ -203,6 +203,16 @@ def test_large_finite_weights_are_not_mistaken_for_infinite_ones() -> None:
     huge = torch.full((8,), 3e38)
     assert non_finite({"huge": huge, "fine": torch.ones(2), "ids": torch.arange(3)}) == []
     assert non_finite({"huge": huge, "bad": torch.tensor([1.0, float("nan")])}) == ["bad"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_sums_of_tensors_longer_than_a_stretch_are_those_of_numpy(dtype: torch.dtype) -> None:
+    whole_tensor = torch.randn(3000, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
+    integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    for tensor in (whole_tensor, whole_tensor[:, 7:301], whole_tensor.flatten()):
+        wanted = tensor.contiguous().view(integers).numpy().astype("int64").sum()
+        assert bit_sum(tensor).item() == wanted
+    assert bit_sum(torch.ones(0, dtype=dtype)).item() == 0
 
 
 def test_a_loader_with_a_name_more_or_less_is_refused_before_training(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from megagrpo.hybrid.plan import Boxes, Region
 from megagrpo.hybrid.transfer import Sources
+from megagrpo.parallel import platform
 
 MODULUS = 2**40  # 2^23 ranks add up without leaving int64; exact as a float64 metric
+_STRETCH = 2**18  # elements; in the cache of a CPU core once widened
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,8 +27,15 @@ def name_weight(name: str) -> int:
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the elements' bits as signed integers: int64 scalar, modulo 2^64."""
-    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    """Sum of the elements' bits as signed integers: int64 scalar, modulo 2^64.
+
+    In stretches of rows: torch widens all it is given before it adds up.
+    """
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(max(1, _STRETCH // max(1, bits[:1].numel()))):
+        total += part.sum(dtype=torch.int64)
+    return total
 
 
 def owned_regions(haves: Sequence[Boxes], rank: int) -> list[Region]:
@@ -45,7 +54,7 @@ def non_finite(parameters: Mapping[str, torch.Tensor]) -> list[str]:
     if not named:
         return []
     # A finite sum proves finite elements; a sum that overflowed only looks suspicious.
-    sums = torch.stack([p.sum(dtype=torch.float32) for _, p in named])
+    sums = torch.stack([p.sum().float() for _, p in named])
     if bool(sums.isfinite().all()):
         return []
     return [name for name, tensor in named if not bool(tensor.isfinite().all())]
@@ -64,8 +73,11 @@ def check_and_digest(
     bad = non_finite(parameters)
     partial = 0
     if owned:
-        sums = torch.stack([bit_sum(sources.read(r.name, r.box)) for r in owned]).tolist()
-        partial = sum(s * name_weight(r.name) for s, r in zip(sums, owned, strict=True)) % MODULUS
+        sums = torch.zeros(len(owned), dtype=torch.int64, device=platform.device())
+        for total, region in zip(sums, owned, strict=True):
+            total += bit_sum(sources.read(region.name, region.box))
+        weights = [name_weight(region.name) for region in owned]
+        partial = sum(s * w for s, w in zip(sums.tolist(), weights, strict=True)) % MODULUS
     summed = torch.tensor([partial, len(bad)], dtype=torch.int64)
     # All ranks of the world.
     dist.all_reduce(summed, group=group)

@@ -96,7 +96,7 @@ class VLLMEngine:
         if not self._loaded:
             raise RuntimeError("no weights were loaded since the wake-up")
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
-        sums = torch.stack([p.detach().sum(dtype=torch.float32) for _, p in named])
+        sums = torch.stack([p.detach().sum().float() for _, p in named])
         if bool(sums.isnan().any()):
             bad = [name for (name, _), total in zip(named, sums, strict=True) if total.isnan()]
             raise RuntimeError(f"the sync left these engine weights unwritten: {bad}")
