@@ -16,18 +16,20 @@ from typing import TypeVar
 import torch
 
 from megagrpo import log
-from megagrpo.types import Coordinates, Layout, ModelShape, TensorInfo, TensorSource
+from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
 from megagrpo.weights.folders import copy_side_files, staged
 from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource, stored_key
 from megagrpo.weights.safetensors_io import HFSource, HFWriter
 from megagrpo.weights.slices import (
+    Part,
     Slice,
     by_megatron,
     cast,
     from_hf,
     gather,
     index,
+    row_blocks,
     uncovered,
     volume,
     whole,
@@ -37,6 +39,7 @@ from megagrpo.weights.table import (
     FUSED,
     HEAD,
     PAD_MULTIPLE,
+    Row,
     expand,
     fused_rows,
     fused_shape,
@@ -55,6 +58,7 @@ EMPTY_STATES = (
     "mlp.linear_fc2",
 )
 PROGRESS_SECONDS = 5.0
+BLOCK_BYTES = 4 << 20  # rows written at a time: small enough to stay in the processor's cache
 Item = TypeVar("Item")
 
 
@@ -97,8 +101,7 @@ def hf_to_megatron(
         for name, row in _with_progress(fused_rows(shape)):
             key, layer = stored_key(name)
             full = fused_shape(shape, row)
-            for box in stored_boxes(shape, row):
-                tensor = gather(box, from_hf(parts[name]), source.read, dtypes[key])
+            for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
                 if layer is None:
                     writer.write(key, full, box, tensor)
                 else:
@@ -132,15 +135,26 @@ def megatron_to_hf(
     with staged(out, megatron, template) as folder:
         writer = HFWriter(folder, planned, shard_bytes)
         for info in _with_progress(planned):
-            # no name is bound: the tensor is gone before the next one is read
-            writer.write(
-                info.name,
-                cast(source.read(info.name, whole(info.shape)), info.dtype, info.name),
-            )
+            for block in row_blocks(info.shape, info.dtype.itemsize, BLOCK_BYTES):
+                rows = cast(source.read(info.name, block), info.dtype, info.name)
+                writer.write(info.name, rows)
         writer.close()
         files = copy_side_files(template, folder, dtype)
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
     return _summary(infos, dtype, left_out, files)
+
+
+def _pieces(
+    row: Row, shape: ModelShape, parts: Sequence[Part], source: TensorSource, dtype: torch.dtype
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The fused tensor as it is stored. Columns are cut from the whole tensor, since a file that is
+    stored by rows is read in full for every stretch of columns."""
+    if row.kind == "row":
+        tensor = gather(whole(fused_shape(shape, row)), parts, source.read, dtype)
+        yield from ((box, tensor[index(box)]) for box in stored_boxes(shape, row))
+        return
+    for box in stored_boxes(shape, row):
+        yield box, gather(box, parts, source.read, dtype)
 
 
 def _stored_dtypes(

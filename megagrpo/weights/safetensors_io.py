@@ -1,7 +1,8 @@
 """HuggingFace safetensors folders: read box by box, written as a stream.
 
-Reading goes through the `safetensors` library, one short-lived map per read, so that the pages of
-the file do not stay in memory. Writing is done here, because the library wants all tensors of a
+Headers are read and checked by the `safetensors` library. Full rows are read straight into their
+tensor, any other region through one short-lived map, so that no pages of the file stay in memory.
+Writing is done here, because the library wants all tensors of a
 file at once: the header is known from names, shapes and dtypes, the data follows tensor by tensor.
 Left out: the older `pytorch_model.bin` files, and any dtype that carries scales.
 """
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megagrpo.types import Box, TensorInfo
-from megagrpo.weights.slices import index
+from megagrpo.weights.slices import extent, index, whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,6 +41,7 @@ class HFSource:
         self._folder = Path(folder)
         self._infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
+        self._offsets: dict[str, int] = {}  # bytes from the start of the file
         index_path = self._folder / INDEX
         if index_path.is_file():
             self._open_indexed(index_path)
@@ -56,6 +58,12 @@ class HFSource:
         """That region, contiguous and owning its memory, on CPU, in the stored dtype."""
         if name not in self._files:
             raise KeyError(f"{self._folder} has no tensor {name}")
+        info = self._infos[name]
+        if box[1:] == whole(info.shape[1:]):  # full rows follow one another in the file
+            result = torch.empty(extent(box), dtype=info.dtype)
+            row = _bytes(info) // max(1, info.shape[0])
+            _read_into(result, self._files[name], self._offsets[name] + box[0][0] * row)
+            return result
         with safe_open(self._files[name], framework="pt") as file:
             region = file.get_slice(name)[index(box)]
             return region.clone(memory_format=torch.contiguous_format)
@@ -94,14 +102,37 @@ class HFSource:
                         raise ValueError(f"{name} is in {path} and in {self._files[name]}")
                     self._infos[name] = TensorInfo(name, tuple(entry.get_shape()), DTYPES[code])
                     self._files[name] = path
+            self._offsets |= _data_offsets(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _data_offsets(path: Path) -> dict[str, int]:
+    """Where every tensor's bytes begin; the library has checked the header before."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in entries}
+
+
+def _read_into(tensor: torch.Tensor, path: Path, offset: int) -> None:
+    """Fill a contiguous tensor from the file; ValueError if the file has become shorter."""
+    rest = tensor.reshape(-1).view(torch.uint8).numpy().data
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while rest:
+            count = file.readinto(rest)
+            if not count:
+                raise ValueError(f"{path} ended while it was read")
+            rest = rest[count:]
 
 
 class HFWriter:
     """Writes tensors in the order of `infos` into shards of at most `shard_bytes`.
 
-    `write` once per info, then `close`, which writes the index last (none for a single shard).
+    `write` the rows of every info from first to last, at once or in stretches, then `close`, which
+    writes the index last (none for a single shard).
     A tensor larger than `shard_bytes` gets a shard of its own.
     """
 
@@ -111,19 +142,24 @@ class HFWriter:
         self._folder = Path(folder)
         self._shards = _plan_shards(infos, shard_bytes)
         self._order = [(shard, info) for shard, part in enumerate(self._shards) for info in part]
-        self._next = 0
+        self._next = 0  # position in the order
+        self._rows = 0  # of that tensor, written
         self._file: IO[bytes] | None = None
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor; its name, shape and dtype must be the planned ones."""
+    def write(self, name: str, rows: torch.Tensor) -> None:
+        """Append the next rows of the next tensor; name, dtype and width must be the planned
+        ones."""
         shard, info = self._order[self._next]
-        got = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
+        got = TensorInfo(name, (info.shape[0], *rows.shape[1:]), rows.dtype)
         assert got == info, f"writer got {got}, expects {info}"
-        if info is self._shards[shard][0]:
+        if info is self._shards[shard][0] and self._rows == 0:
             self._start(shard)
         assert self._file is not None, "a shard starts with its first tensor"
-        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._next += 1
+        self._file.write(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._rows += len(rows)
+        assert self._rows <= info.shape[0], f"{self._rows} rows for {info}"
+        if self._rows == info.shape[0]:
+            self._next, self._rows = self._next + 1, 0
 
     def close(self) -> None:
         """Finish the last shard and write the index."""

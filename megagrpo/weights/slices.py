@@ -5,7 +5,7 @@ box of a Megatron tensor hold the same numbers. Everything else here is intersec
 and coverage. Left out: names, layouts and files; those belong to `table.py` and the readers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +117,14 @@ def check_cover(region: Box, boxes: Sequence[Box], name: str) -> None:
     if sum(map(volume, ordered)) != volume(region):
         gap = uncovered(region, ordered)[0]
         raise ValueError(f"{name}: element {corner(gap)} is not covered")
+
+
+def row_blocks(shape: Sequence[int], itemsize: int, nbytes: int) -> Iterator[Box]:
+    """The tensor in stretches of full rows of at most about `nbytes`, at least one row each."""
+    row = volume(whole(shape[1:])) * itemsize
+    step = max(1, nbytes // row)
+    for start in range(0, shape[0], step):
+        yield ((start, min(start + step, shape[0])), *whole(shape[1:]))
 
 
 def corner(box: Box) -> tuple[int, ...]:

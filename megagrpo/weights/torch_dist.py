@@ -1,9 +1,9 @@
 """The `torch_dist` file format of Megatron-Core, read and written without megatron.
 
 It is torch's distributed checkpoint: `.metadata` (a pickle of names, sizes and chunks), `*.distcp`
-(one `torch.save` blob per chunk), and Megatron's own `metadata.json` and `common.pt`. Pickles are
-untrusted: only the listed classes load. Left out: what the keys mean (`megatron_io.py`), reading
-objects, optimizer state, and legacy per-rank files.
+(one blob per chunk, see `blobs.py`), and Megatron's own `metadata.json` and `common.pt`. Pickles
+are untrusted: only the listed classes load. Left out: what the keys mean (`megatron_io.py`),
+reading objects, optimizer state, and legacy per-rank files.
 """
 
 import io
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megagrpo.types import Box
+from megagrpo.weights.blobs import BlobReader, frame
 from megagrpo.weights.slices import (
     check_cover,
     corner,
@@ -90,7 +91,7 @@ class StoredTensors:
 
     Raises ValueError naming file or key if the folder is incomplete, a class is not allowed, or the
     chunks of a tensor do not cover it exactly once. `cache_bytes` bounds the blobs kept, None keeps
-    one layer of the largest stacked tensor: enough to read q, k and v out of one fused tensor.
+    the largest chunk or layer of a stacked tensor: q, k and v come out of one fused tensor.
     """
 
     def __init__(self, folder: str | Path, cache_bytes: int | None = None) -> None:
@@ -99,32 +100,42 @@ class StoredTensors:
         metadata = _read_metadata(self._folder / ".metadata")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._chunks: dict[str, dict[int, list[_Chunk]]] = {}
+        self._chunks: dict[str, dict[tuple[int, int], list[_Chunk]]] = {}  # by rows they hold
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not OTHER_STATE.match(key):
                 self._add(key, entry, metadata.storage_data)
-        layers = [
-            volume(whole(shape[1:])) * self.dtypes[key].itemsize
-            for key, shape in self.shapes.items()
-            if key.startswith("decoder.layers.")
-        ]
-        self._cache_limit = max(layers, default=0) if cache_bytes is None else cache_bytes
+        self._cache_limit = self._largest() if cache_bytes is None else cache_bytes
+        self._blobs = BlobReader()
         self._cache: OrderedDict[_Chunk, torch.Tensor] = OrderedDict()
 
     def read(self, key: str, box: Box) -> torch.Tensor:
-        """That region of a stored tensor, contiguous, in the stored dtype."""
+        """That region of a stored tensor in the stored dtype, not to be written to: where one blob
+        holds it all, it is a view of that."""
+        found = []
+        for (start, stop), chunks in self._chunks[key].items():
+            if start < box[0][1] and box[0][0] < stop:
+                found += [(chunk, intersect(box, chunk.box)) for chunk in chunks]
+        parts = [(chunk, common) for chunk, common in found if common is not None]
+        if len(parts) == 1 and parts[0][1] == box:
+            return self._inside(*parts[0])
         result = torch.empty(extent(box), dtype=self.dtypes[key])
-        chunks: dict[_Chunk, None] = {}
-        for row in range(*box[0]):
-            chunks.update(dict.fromkeys(self._chunks[key].get(row, ())))
-        for chunk in chunks:
-            common = intersect(box, chunk.box)
-            if common is not None:
-                blob = self._blob(chunk)
-                place = translate(common, box, whole(extent(box)))
-                inside = translate(common, chunk.box, whole(extent(chunk.box)))
-                result[index(place)] = blob[index(inside)]
+        for chunk, common in parts:
+            place = translate(common, box, whole(extent(box)))
+            result[index(place)] = self._inside(chunk, common)
         return result
+
+    def _inside(self, chunk: _Chunk, box: Box) -> torch.Tensor:
+        return self._blob(chunk)[index(translate(box, chunk.box, whole(extent(chunk.box))))]
+
+    def _largest(self) -> int:
+        """Bytes of the largest layer of a stacked tensor, or of the largest chunk."""
+        sizes = [0]
+        for key, by_rows in self._chunks.items():
+            stacked = key.startswith("decoder.layers.")
+            boxes = [whole(self.shapes[key][1:])] if stacked else []
+            boxes += [chunk.box for chunks in by_rows.values() for chunk in chunks]
+            sizes += [volume(box) * self.dtypes[key].itemsize for box in boxes]
+        return max(sizes)
 
     def _add(self, key: str, entry: TensorStorageMetadata, storage: dict[Any, Any]) -> None:
         self.shapes[key] = tuple(entry.size)
@@ -140,20 +151,23 @@ class StoredTensors:
             box = tuple((start, start + size) for start, size in pairs)
             chunks.append(_Chunk(box, where.relative_path, where.offset, where.length))
         check_cover(whole(entry.size), [chunk.box for chunk in chunks], f"{self._folder}: {key}")
-        by_row: dict[int, list[_Chunk]] = {}
+        by_rows: dict[tuple[int, int], list[_Chunk]] = {}
         for chunk in chunks:
-            for row in range(*chunk.box[0]):
-                by_row.setdefault(row, []).append(chunk)
-        self._chunks[key] = by_row
+            by_rows.setdefault(chunk.box[0], []).append(chunk)
+        self._chunks[key] = by_rows
 
     def _blob(self, chunk: _Chunk) -> torch.Tensor:
         if chunk in self._cache:
             self._cache.move_to_end(chunk)
             return self._cache[chunk]
-        tensor = _load_blob(self._folder / chunk.file, chunk)
-        self._cache[chunk] = tensor
-        while sum(t.nbytes for t in self._cache.values()) > self._cache_limit:
+        room = self._cache_limit - chunk.length
+        while self._cache and sum(tensor.nbytes for tensor in self._cache.values()) > room:
             self._cache.popitem(last=False)
+        path = self._folder / chunk.file
+        tensor = self._blobs.read(path, chunk.offset, chunk.length)
+        if tuple(tensor.shape) != extent(chunk.box):
+            raise ValueError(f"{path}: blob at {chunk.offset} is no tensor of {extent(chunk.box)}")
+        self._cache[chunk] = tensor
         return tensor
 
 
@@ -177,22 +191,6 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _load_blob(path: Path, chunk: _Chunk) -> torch.Tensor:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    with path.open("rb") as file:
-        file.seek(chunk.offset)
-        data = file.read(chunk.length)
-    try:
-        tensor = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: blob at {chunk.offset} is refused: {reason}") from None
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != extent(chunk.box):
-        raise ValueError(f"{path}: blob at {chunk.offset} is no tensor of {extent(chunk.box)}")
-    return tensor
-
-
 class TorchDistWriter:
     """Streams a `torch_dist` checkpoint: chunks in any order, `close` writes the metadata last."""
 
@@ -201,6 +199,7 @@ class TorchDistWriter:
         self._file_bytes = file_bytes
         self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
         self._files = 0
         self._file: IO[bytes] | None = None
 
@@ -215,17 +214,21 @@ class TorchDistWriter:
         assert entry.properties.dtype == tensor.dtype, f"{key}: chunks of different dtypes"
         offsets = torch.Size(corner(box))
         entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(extent(box))))
-        owned = tensor.contiguous()
-        if owned.untyped_storage().nbytes() != owned.nbytes:
-            owned = owned.clone()  # torch.save writes the whole storage behind a view
-        self._storage[MetadataIndex(key, offsets)] = self._append(owned)
+        kind = (tensor.shape, tensor.dtype)
+        if kind not in self._frames:
+            self._frames[kind] = frame(*kind)
+        before, after = self._frames[kind]
+        numbers = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        self._storage[MetadataIndex(key, offsets)] = self._append(before, numbers, after)
 
     def write_empty_state(self, name: str, layers: int) -> None:
         """The empty `_extra_state` of a module of every layer, which Megatron asks for."""
+        blob = io.BytesIO()
+        torch.save([None], blob)
         for layer in range(layers):
             key = f"{name}._extra_state/shard_{layer}_{layers}"
             self._tensors[key] = BytesStorageMetadata()
-            self._storage[MetadataIndex(key)] = self._append([None])
+            self._storage[MetadataIndex(key)] = self._append(blob.getvalue())
 
     def close(self, common: dict[str, Any]) -> None:
         """Write common.pt, metadata.json and, last, `.metadata`."""
@@ -248,14 +251,13 @@ class TorchDistWriter:
         with (self._folder / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
 
-    def _append(self, value: Any) -> _StorageInfo:
+    def _append(self, *parts: bytes | memoryview) -> _StorageInfo:
         if self._file is None or self._file.tell() > self._file_bytes:
             if self._file is not None:
                 self._file.close()
             self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
             self._files += 1
-        blob = io.BytesIO()
-        torch.save(value, blob)
         start = self._file.tell()
-        self._file.write(blob.getbuffer())
-        return _StorageInfo(f"__0_{self._files - 1}.distcp", start, blob.getbuffer().nbytes)
+        for part in parts:
+            self._file.write(part)
+        return _StorageInfo(f"__0_{self._files - 1}.distcp", start, self._file.tell() - start)

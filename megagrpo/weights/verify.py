@@ -4,16 +4,15 @@ Comparison is by bytes, so a NaN equals itself and -0.0 differs from 0.0. Left o
 are `model/parity.py`'s.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from megagrpo.types import Box, ModelShape, TensorInfo, TensorSource
+from megagrpo.types import ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_names, check_shapes
 from megagrpo.weights.megatron_io import MegatronSource, stored_key
 from megagrpo.weights.safetensors_io import HFSource
-from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, whole
+from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
 from megagrpo.weights.table import (
     HF_EMBEDDING,
     HF_HEAD,
@@ -107,17 +106,9 @@ def _same(one: TensorSource, left: TensorInfo, other: TensorSource, right: Tenso
         _bits(cast(one.read(left.name, box), right.dtype, left.name)).equal(
             _bits(other.read(right.name, box))
         )
-        for box in _blocks(left)
+        for box in row_blocks(left.shape, left.dtype.itemsize, BLOCK_BYTES)
     )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _blocks(info: TensorInfo) -> Iterator[Box]:
-    """The tensor in stretches of rows of at most about BLOCK_BYTES."""
-    row = torch.Size(info.shape[1:]).numel() * info.dtype.itemsize
-    step = max(1, BLOCK_BYTES // row)
-    for start in range(0, info.shape[0], step):
-        yield ((start, min(start + step, info.shape[0])), *whole(info.shape[1:]))

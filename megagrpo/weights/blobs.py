@@ -1,0 +1,151 @@
+"""One tensor as torch.save writes it, many times over: the blobs of a distributed checkpoint.
+
+A blob is an uncompressed zip: a pickle (dtype, shape), the numbers, a directory. Around the numbers
+of tensors of one shape and dtype it is all the same, so it is made once, and known again when read:
+then the numbers go straight from the file into the tensor. Every blob whose surroundings are not
+known byte for byte goes through torch.load(weights_only=True).
+"""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+
+LOCAL_HEADER = 30  # bytes of a zip entry before its name
+CHECKSUM = 14  # where in it the CRC of the numbers stands
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """torch.load never looks at a blob's CRC, which takes half the time of writing one."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What a blob holds before and after the numbers of any tensor of this shape and dtype."""
+    blob = io.BytesIO()
+    with _without_checksums():
+        torch.save(torch.zeros(shape, dtype=dtype), blob)
+    _, start, size = _numbers(blob)
+    view = blob.getbuffer()
+    return bytes(view[:start]), bytes(view[start + size :])
+
+
+def _numbers(blob: BinaryIO | io.RawIOBase) -> tuple[int, int, int]:
+    """(start of the zip entry, start of the data, bytes) of a blob's only tensor, or ValueError."""
+    with zipfile.ZipFile(blob) as archive:
+        entries = archive.infolist()
+    data = [entry for entry in entries if "/data/" in entry.filename]
+    if len(data) != 1 or not entries[0].filename.endswith("/data.pkl"):
+        raise ValueError("not one tensor behind its pickle")
+    at = data[0].header_offset
+    blob.seek(at)
+    name, extra = struct.unpack_from("<HH", blob.read(LOCAL_HEADER) or b"", 26)
+    return at, at + LOCAL_HEADER + name + extra, data[0].file_size
+
+
+class Window(io.RawIOBase):
+    """A stretch of an open file as a file of its own."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length = descriptor, start, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is read only."""
+        return True
+
+    def seekable(self) -> bool:
+        """The directory of a zip stands at its end."""
+        return True
+
+    def tell(self) -> int:
+        """Position from the start of the stretch."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as the stretch goes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        count = os.preadv(self._descriptor, [view], self._start + self._at) if view else 0
+        self._at += count
+        return count
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A blob that torch.load has read before."""
+
+    head: bytes  # up to the numbers, its pickle included
+    checksum: int  # where the CRC of the numbers stands, which may differ
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class BlobReader:
+    """Reads blobs out of files; remembers what surrounded the numbers, by the blob's length."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def read(self, path: Path, offset: int, length: int) -> torch.Tensor:
+        """The tensor on the CPU. Raises ValueError if it is refused, broken or no tensor."""
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < offset + length:
+                raise ValueError(f"{path} ends before its blob at {offset} does; it was cut off")
+            window = Window(file.fileno(), offset, length)
+            known = self._known.get(length)
+            if known is not None and _same_head(known, window):
+                tensor = torch.empty(known.shape, dtype=known.dtype)
+                rest = tensor.reshape(-1).view(torch.uint8).numpy().data
+                while rest and (count := window.readinto(rest)):
+                    rest = rest[count:]
+                if not rest:
+                    return tensor
+            return self._load(path, window, offset, length)
+
+    def _load(self, path: Path, window: Window, offset: int, length: int) -> torch.Tensor:
+        window.seek(0)
+        try:
+            tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location="cpu")
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{path}: blob at {offset} is refused: {reason}") from None
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path}: blob at {offset} is no tensor")
+        try:
+            entry, start, size = _numbers(window)
+        except (ValueError, zipfile.BadZipFile):
+            return tensor  # an older format, which torch.load knows
+        if tensor.is_contiguous() and size == tensor.nbytes and tensor.nbytes:
+            window.seek(0)
+            head = window.read(start) or b""
+            known = _Known(head, entry + CHECKSUM, tensor.shape, tensor.dtype)
+            self._known[length] = known
+        return tensor
+
+
+def _same_head(known: _Known, window: Window) -> bool:
+    head, at = window.read(len(known.head)) or b"", known.checksum
+    return head[:at] == known.head[:at] and head[at + 4 :] == known.head[at + 4 :]
