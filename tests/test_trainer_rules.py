@@ -17,16 +17,20 @@ from typing import Any
 import pytest
 import torch
 
+from megagrpo.algo.corrections import CorrectionSettings
+from megagrpo.algo.settings import LossSettings
 from megagrpo.config import Config, RewardConfig, known_keys
 from megagrpo.config_file import load_config, to_yaml
 from megagrpo.data.packing import unpack
 from megagrpo.model.build import local_parameters
+from megagrpo.model.optimizer import LRSchedule, OptimSettings
 from megagrpo.trainer import policy as policy_module
-from megagrpo.trainer.batch import AdvantageSettings, sample_advantages
+from megagrpo.trainer.batch import AdvantageSettings, CutSettings, sample_advantages
+from megagrpo.trainer.evaluate import EvaluationSettings
 from megagrpo.trainer.grpo import train
 from megagrpo.trainer.policy import MismatchStop, score
 from megagrpo.trainer.preflight import prepare
-from megagrpo.trainer.run import Run
+from megagrpo.trainer.run import RolloutSettings, Run
 from megagrpo.types import Request, Sampling
 from tests.pool import run_ranks
 from tests.tiny_models import make_hf_folder
@@ -534,6 +538,121 @@ def _class_of(name: str) -> str:
     for part in name.split(".")[:-1]:
         node = getattr(node, part)
     return type(node).__name__
+
+
+# Each differs from its default and from every other value of its kind.
+UNUSUAL = [
+    "rollout.group_size=3",
+    "rollout.temperature=0.8",
+    "rollout.max_prompt_tokens=6",
+    "rollout.max_response_tokens=7",
+    "rollout.seed=12",
+    "rollout.max_num_seqs=9",
+    "rollout.kv_cache_gb=0.03",
+    "rollout.gpu_memory_utilization=0.35",
+    "parallel.timeout_s=77",
+    "data.minibatch_prompts=2",
+    "data.max_tokens_per_microbatch=41",
+    "data.shuffle_seed=13",
+    "trainer.seed=11",
+    "trainer.steps=6",
+    "trainer.save_every=3",
+    "trainer.keep_last=5",
+    "optim.lr=0.004",
+    "optim.min_lr=0.0005",
+    "optim.schedule=cosine",
+    "optim.warmup_steps=4",
+    "optim.weight_decay=0.3",
+    "optim.betas=[0.5,0.6]",
+    "optim.eps=0.02",
+    "optim.grad_clip=0.7",
+    "algorithm.loss=dr_grpo",
+    "algorithm.aggregation=token-mean",
+    "algorithm.eps_low=0.11",
+    "algorithm.eps_high=0.12",
+    "algorithm.delta=3.5",
+    "algorithm.dual_clip=2.5",
+    "algorithm.normalize=batch",
+    "algorithm.baseline=leave_one_out",
+    "algorithm.advantage_clip=0.4",
+    "algorithm.kl.beta=0.15",
+    "algorithm.kl.estimator=k2",
+    "algorithm.correction.mode=token_mask",
+    "algorithm.correction.cap=1.7",
+    "algorithm.correction.low=0.6",
+    "algorithm.mismatch.warn=0.5",
+    "algorithm.mismatch.stop=0.9",
+    "algorithm.mismatch.patience=4",
+    "eval.every=2",
+    "eval.at_start=false",
+    "eval.samples=2",
+    "eval.temperature=0.45",
+    "eval.max_prompts=1",
+]
+
+
+def parts(run: Run) -> dict[str, Any]:
+    """What the parts of a run were given, as far as it can travel."""
+    trainable = run.policy.trainable
+    groups = trainable.optimizer.param_groups
+    (reward,) = run.collector.rewards.specs
+    return {
+        "engine": run.collector.engine.settings,
+        "cut": run.cut,
+        "advantage": run.advantage,
+        "rollout": run.rollout,
+        "draw": (run.sampler.seed, run.sampler.prompts_per_step, run.steps),
+        "save": (run.save_settings.every, run.save_settings.keep_last),
+        "loss": run.policy.settings,
+        "schedule": run.policy.schedule,
+        "optim": trainable.settings,
+        "groups": {(tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups},
+        "sharded": trainable.chunks[0].ddp_config.use_distributed_optimizer,
+        "score": (run.policy.scoring.temperature, run.policy.scoring.valid_vocab),
+        "reference": (run.reference.scoring.temperature, run.reference.scoring.valid_vocab),
+        "evaluation": (len(run.evaluator.prompts), run.evaluator.settings),
+        "reward": (reward.name, reward.weight, reward.timeout_s, reward.kwargs),
+    }
+
+
+def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: Path) -> None:
+    """CFG-2: no value is parsed and then lost, swapped with another or left at its default."""
+    reward = f"{{path: '{place}/reward.py:low_ids', name: r, weight: 0.25, timeout_s: 5}}"
+    overrides = words(place, tmp_path / "run", *UNUSUAL, f"data.eval={place}/heldout.jsonl")
+    overrides += [f"rewards=[{reward}]", "parallel.use_distributed_optimizer=false"]
+    (got,) = play(1, overrides, parts)
+    engine, loss = got["engine"], got["loss"]
+    assert engine.model_folder == f"{place}/hf" and engine.dtype == torch.float32
+    assert (engine.max_model_len, engine.max_num_seqs, engine.seed) == (13, 9, 12)
+    assert (engine.kv_cache_gb, engine.gpu_memory_utilization) == (0.03, 0.35)
+    assert (engine.valid_vocab, engine.timeout_s) == (98, 77)
+    assert got["cut"] == CutSettings(2, 41, 1, 7)
+    assert got["advantage"] == AdvantageSettings("batch", "leave_one_out", 0.4)
+    assert got["rollout"] == RolloutSettings(Sampling(0.8, 7, (1,)), 3, 12)
+    assert got["draw"] == (13, 4, 6) and got["save"] == (3, 5)
+    assert (loss.loss, loss.mismatch_warn, loss.mismatch_stop) == ("dr_grpo", 0.5, 0.9)
+    assert loss.mismatch_patience == 4
+    assert loss.correction == CorrectionSettings("token_mask", 0.6, 1.7)
+    assert loss.loss_settings == LossSettings(
+        "token-mean",
+        eps_low=0.11,
+        eps_high=0.12,
+        delta=3.5,
+        dual_clip=2.5,
+        beta=0.15,
+        kl_estimator="k2",
+        normalize="batch",
+    )
+    assert got["schedule"] == LRSchedule("cosine", 0.004, 0.0005, 4, 12)
+    assert got["optim"] == OptimSettings(0.004, (0.5, 0.6), 0.02, 0.3, 0.7, False)
+    assert got["groups"] == {((0.5, 0.6), 0.02, 0.3), ((0.5, 0.6), 0.02, 0.0)}
+    assert not got["sharded"]
+    assert got["score"] == got["reference"] == (0.8, 98)
+    assert got["evaluation"] == (
+        1,
+        EvaluationSettings("heldout", 2, False, 2, Sampling(0.45, 7, (1,)), 11),
+    )
+    assert got["reward"] == ("r", 0.25, 5.0, {})
 
 
 def test_a_correction_can_be_switched_off_and_every_mode_has_its_own_bounds(

@@ -58,8 +58,7 @@ def unrated(completions, **columns):
 class TorchEngine(StubEngine):
     """See the module; `asked` keeps (version, sampling, requests) of every call to generate."""
 
-    folder: str = ""
-    valid_vocab: int = 0
+    settings: EngineSettings | None = None
     script: Callable[[Request, Sampling], Sequence[int]] | None = None
     bend: Callable[[list[float]], list[float]] = list
     raw: bool = False  # log-probs without the temperature
@@ -76,9 +75,10 @@ class TorchEngine(StubEngine):
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         assert self.awake and self.events[-1] == "wake_kv_cache", self.events
+        assert self.settings is not None
         self.asked.append((self.version, sampling, list(requests)))
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(self.folder), attn_implementation="eager"
+            AutoConfig.from_pretrained(self.settings.model_folder), attn_implementation="eager"
         )
         model.load_state_dict(self.weights, strict=False)
         model.tie_weights()
@@ -89,13 +89,14 @@ class TorchEngine(StubEngine):
         return done
 
     def _complete(self, model: Any, request: Request, sampling: Sampling) -> Completion:
+        assert self.settings is not None
         generator = torch.Generator().manual_seed(request.seed)
         words = None if self.script is None else list(self.script(request, sampling))
         ids: list[int] = []
         logprobs: list[float] = []
         while len(ids) < (sampling.max_tokens if words is None else len(words)):
             seen = torch.tensor([[*request.prompt_ids, *ids]])
-            logits = model(seen, use_cache=False).logits[0, -1, : self.valid_vocab]
+            logits = model(seen, use_cache=False).logits[0, -1, : self.settings.valid_vocab]
             scaled = logits if sampling.temperature == 0 else logits / sampling.temperature
             spread = torch.log_softmax(logits if self.raw else scaled, dim=-1)
             if words is not None:
@@ -155,8 +156,7 @@ def build(rank: int, world: int, overrides: Sequence[str], **engine: Any) -> Run
             rank=rank,
             world=world,
             tp=settings.tp,
-            folder=settings.model_folder,
-            valid_vocab=settings.valid_vocab,
+            settings=settings,
             **engine,
         )
 
