@@ -107,10 +107,18 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_rank_ends_the_other_with_the_phase_named(place: Path, tmp_path: Path) -> None:
-    """PROC-1."""
-    run_dir, timeout_s = tmp_path / "run", 20
-    endless = ["trainer.steps=1000000", f"parallel.timeout_s={timeout_s}"]
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    [(signal.SIGKILL, []), (signal.SIGSTOP, ["parallel.tp=2", "rollout.tp=2"])],
+    ids=["killed, dp 2", "stopped, tp 2"],
+)
+def test_a_lost_rank_ends_the_other_in_time_with_the_phase_named(
+    loss: signal.Signals, layout: list[str], place: Path, tmp_path: Path
+) -> None:
+    """PROC-1; a stopped rank keeps its sockets, so that only time limits of every group help."""
+    run_dir, timeout_s = tmp_path / "run", 12
+    limits = [f"parallel.timeout_s={timeout_s}", f"rollout.timeout_s={timeout_s}"]
+    endless = ["trainer.steps=1000000", *limits, *layout]
     with two_ranks(tmp_path, "train", *words(place, run_dir, *endless)) as ranks:
         lines = run_dir / "metrics.jsonl"
         wait_until(
@@ -118,11 +126,11 @@ def test_a_killed_rank_ends_the_other_with_the_phase_named(place: Path, tmp_path
                 (lines.exists() and lines.read_text().count("\n") >= 2)
                 or any(rank.poll() is not None for rank in ranks)
             ),
-            150,
+            240,
         )
         assert [rank.poll() for rank in ranks] == [None, None]
-        ranks[1].send_signal(signal.SIGKILL)
-        assert ranks[0].wait(timeout=timeout_s + 10) == 1
+        ranks[1].send_signal(loss)
+        assert ranks[0].wait(timeout=timeout_s + 15) == 1
     said = (tmp_path / "rank_0.err").read_text()
     last = [line for line in said.splitlines() if "error: failed in phase" in line]
     assert len(last) == 1, said[-3000:]

@@ -49,12 +49,13 @@ class ParallelContext:
         return self.coords.pp == self.layout.pp - 1
 
 
-def init_parallel(layout: Layout, seed: int) -> ParallelContext:
+def init_parallel(layout: Layout, seed: int, timeout_s: float = 1800.0) -> ParallelContext:
     """Create megatron-core's groups and seed its generators; all ranks of the world join.
 
     Needs the default process group (platform.init_process_group). `seed` is the same on all ranks;
-    megatron-core derives one per tensor rank. Raises ValueError if the layout does not divide the
-    world.
+    megatron-core derives one per tensor rank. `timeout_s` bounds the collectives of its groups,
+    which do not take the default group's limit. Raises ValueError if the layout does not divide
+    the world.
     """
     mcore_compat.check_version()
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -68,6 +69,7 @@ def init_parallel(layout: Layout, seed: int) -> ParallelContext:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     world_group = dist.group.WORLD

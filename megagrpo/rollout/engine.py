@@ -29,6 +29,7 @@ class EngineSettings:
     max_num_seqs: int  # sequences decoded together
     valid_vocab: int  # ids from here on are never sampled and have probability 0
     seed: int  # equal on all ranks
+    timeout_s: int = 1800  # seconds a collective of a replica waits for a lost rank
 
 
 class RolloutEngine(Protocol):

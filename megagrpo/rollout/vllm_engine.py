@@ -239,6 +239,8 @@ def _build(settings: EngineSettings) -> LLM:
         kv_cache_memory_bytes=kv_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         seed=settings.seed,
+        distributed_timeout_seconds=settings.timeout_s,
+        cpu_distributed_timeout_seconds=settings.timeout_s,
         **special,
     )
     model = llm.llm_engine.model_config

@@ -20,5 +20,6 @@ def build_engine(prepared: Prepared) -> RolloutEngine:
         max_num_seqs=rollout.max_num_seqs,
         valid_vocab=prepared.valid_vocab,
         seed=rollout.seed,
+        timeout_s=prepared.config.parallel.timeout_s,
     )
     return VLLMEngine(settings, prepared.rank, prepared.layout.world)

@@ -43,7 +43,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     """All collaborators of a training run; all ranks of the world join."""
     config, shape = prepared.config, prepared.shape
     platform.init_process_group(config.parallel.timeout_s)
-    context = init_parallel(prepared.layout, config.trainer.seed)
+    context = init_parallel(prepared.layout, config.trainer.seed, config.parallel.timeout_s)
     source = open_source(config.model.path, shape)
     chunks = _model(prepared, context)
     load_weights_(chunks, source, shape, context)
