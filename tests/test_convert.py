@@ -79,8 +79,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_round_trip_is_bit_equal_and_loads_at_any_layout(
     family: str, tied: bool, vocab: int, tmp_path: Path
 ) -> None:
-    """CONV-5, 6, 8, 9, 10, 31: export equals the source; every rank at TP 1, 2, 4 and PP 2 gets
-    the same from the checkpoint as from the HuggingFace folder."""
+    """CONV-5, CONV-6, CONV-8, CONV-9, CONV-10, CONV-31: export equals the source; every rank at TP
+    1, 2, 4 and PP 2 gets the same from the checkpoint as from the HuggingFace folder."""
     hf = make_hf_folder(tmp_path / "hf", family, tied, vocab_size=vocab)
     to_megatron(hf, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")

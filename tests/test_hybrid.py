@@ -85,8 +85,8 @@ LAYOUTS = [  # training layout, rollout TP, whether some rank lacks what it want
 def test_two_syncs_deliver_two_different_sets_of_weights_bit_equal(
     tmp_path: Path, layout: Layout, rollout_tp: int, moves: bool, bucket_bytes: int
 ) -> None:
-    """SYNC-13, 22, 23, 31: every second sync is exact; PP ranks have buckets without their own
-    boxes; vocabulary 131 arrives as 131 rows although the trainer pads."""
+    """SYNC-13, SYNC-22, SYNC-23, SYNC-31: every second sync is exact; PP ranks have buckets without
+    their own boxes; vocabulary 131 arrives as 131 rows although the trainer pads."""
     config = hf_config("qwen3", vocab_size=131, num_hidden_layers=2)
     shape = shape_of(tmp_path, config)
     first, second = hf_tensors(config, seed=1), hf_tensors(config, seed=2)
@@ -131,8 +131,8 @@ def test_a_tied_model_needs_no_head_and_pipeline_ends_agree_on_the_embedding(
 
 
 def test_weights_arrive_and_are_versioned_whenever_generation_is_possible(tmp_path: Path) -> None:
-    """SYNC-1, 2, 17, 19, 32: sync belongs to every wake-up; order of the phases; one prefix cache
-    reset per sync; the engine's version counts the updates that it has seen."""
+    """SYNC-1, SYNC-2, SYNC-17, SYNC-19, SYNC-32: sync belongs to every wake-up; order of the
+    phases; one prefix cache reset per sync; the engine's version counts the updates it has seen."""
     config = hf_config(num_hidden_layers=1)
     shape = shape_of(tmp_path, config)
     order: list[str] = []

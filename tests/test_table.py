@@ -140,7 +140,8 @@ CASES = [
 def test_every_rank_holds_what_cutting_by_hand_gives_and_all_ranks_rebuild_the_source(
     family: str, tied: bool, vocab: int, tp: int, pp: int
 ) -> None:
-    """CONV-5, 6, 8, 9, 12, 17, 20, 21, 27: values, padding, copies and names, bit for bit."""
+    """CONV-5, CONV-6, CONV-8, CONV-9, CONV-12, CONV-17, CONV-20, CONV-21, CONV-27: values, padding,
+    copies and names, bit for bit."""
     shape = toy(family, tied, vocab_size=vocab)
     hf = toy_tensors(shape)
     before = {name: tensor.clone() for name, tensor in hf.items()}
