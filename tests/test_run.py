@@ -119,8 +119,8 @@ def test_first_rollout_and_metrics_are_equal_at_every_layout(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Design 4.4, 4.6, SYNC-1, SYNC-2, SYNC-27, SYNC-28, SYNC-30, PAR-22, ADV-14; ADV-25 (any of
-    nine ids ends an answer); LP-12, LP-14, LP-16, SYNC-26 (temperature 0.7 on both sides, whatever the
-    model's generation defaults say)."""
+    nine ids ends an answer); LP-12, LP-14, LP-16, SYNC-26 (temperature 0.7 on both sides,
+    whatever the model's generation defaults say)."""
     run(1, overrides(place, tmp_path / "one"))
     want, want_rows = lines(tmp_path / "one"), rollout_rows(tmp_path / "one", 1)
     assert [line["step"] for line in want] == [0, 1, 2]
