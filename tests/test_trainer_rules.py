@@ -373,11 +373,11 @@ def test_equal_rewards_everywhere_leave_the_policy_alone_and_kl_to_itself(
 # Layouts and metrics
 
 
-def test_every_rank_reports_the_same_numbers_and_every_layout_too(
-    place: Path, tmp_path: Path
-) -> None:
+def test_every_rank_reports_the_same_numbers_and_every_layout_too(tmp_path: Path) -> None:
     """Rule 16 and design 4.4 over two rollouts of two optimizer steps: metrics are sums and counts,
-    reduced once, equal on all ranks and at all layouts."""
+    reduced once, equal on all ranks and at all layouts. PAR-25: a tied embedding that both ends of
+    a pipeline hold, in a vocabulary of 131 rows of which the tokenizer knows 98."""
+    place = make_place(tmp_path / "place", "qwen2", tied=True, vocab_size=131)
     more = ["data.minibatch_prompts=2", "algorithm.loss=dapo", "reference.use=always"]
     (want,) = play(1, words(place, tmp_path / "one", *more), trained)
     layouts = [*LAYOUTS, (4, ["parallel.tp=2", "parallel.pp=2"])]

@@ -114,9 +114,17 @@ class TorchEngine(StubEngine):
         return Completion(tuple(ids), tuple(self.bend(logprobs)), stopped)
 
 
-def make_place(folder: Path, **generation: Any) -> Path:
-    """A tiny model with tokenizer, 12 numbered prompts, 3 held-out ones, some rewards."""
-    make_hf_folder(folder / "hf", "qwen3", with_tokenizer=True, num_hidden_layers=2)
+def make_place(
+    folder: Path,
+    family: str = "qwen3",
+    tied: bool = False,
+    vocab_size: int = 128,
+    **generation: Any,
+) -> Path:
+    """A tiny model with tokenizer, 12 numbered prompts, 3 held-out ones, some rewards;
+    `generation` goes to generation_config.json."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": vocab_size}
+    make_hf_folder(folder / "hf", family, tied, with_tokenizer=True, **sizes)
     path = folder / "hf" / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | generation))
     rows = [{"prompt": f"{number}>", "answer": str(number)} for number in range(12)]
