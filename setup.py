@@ -14,6 +14,7 @@ INSTALL = [
     "safetensors",  # weights of HuggingFace folders, read box by box
     "sentencepiece",  # tokenizers kept as tokenizer.model
     "protobuf",  # transformers reads tokenizer.model through it
+    "tqdm",  # progress of conversions
     "jinja2",  # chat templates
     "omegaconf",  # YAML config and section.key=value overrides
     "pyarrow",  # parquet datasets

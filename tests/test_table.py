@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo
 from megagrpo.weights.accounting import check_layout, check_megatron
 from megagrpo.weights.convert import load_local_, load_rank_
+from megagrpo.weights.fused import fused_rows, stored_boxes
 from megagrpo.weights.slices import (
     by_megatron,
     check_cover,
@@ -24,12 +25,10 @@ from megagrpo.weights.slices import (
 from megagrpo.weights.table import (
     check_tp,
     expand,
-    fused_rows,
     fused_shape,
     hf_manifest,
     local_shapes,
     padded_vocab,
-    stored_boxes,
 )
 from tests.tiny_models import ARCHITECTURES, hf_config, hf_shapes, hf_tensors
 

@@ -1,75 +1,178 @@
-"""Convert between HuggingFace folders and Megatron-Core distributed checkpoints.
+"""Convert between HuggingFace folders and Megatron-Core checkpoints, look into both, compare them.
 
     python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--dtype bfloat16]
-    python tools/convert_hf.py megatron2hf --megatron DIR --out DIR [--hf-template DIR] [--dtype ..]
-    python tools/convert_hf.py verify --hf DIR --megatron DIR [--dtype bfloat16]
+    python tools/convert_hf.py megatron2hf --megatron DIR --out DIR [--hf-template DIR]
+    python tools/convert_hf.py verify --hf DIR --megatron DIR
+    python tools/convert_hf.py inspect DIR [--keys]
+    python tools/convert_hf.py plan --hf DIR [--tp T --pp P]
 
-Arguments and messages only; the work is in `megagrpo/weights/convert.py`. One process, no model, no
-process group. A wrong input ends with one line "error: ..." and exit status 2, nothing written.
+Arguments and messages only; the work is in `megagrpo/weights/`. One process, no model, no process
+group. A wrong input ends with one line "error: ..." and exit status 2, nothing written; a
+difference that `verify` finds is exit status 1.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from megagrpo import log
 from megagrpo.model.hf_config import DTYPES, hf_folder, read_shape
+from megagrpo.types import Layout
+from megagrpo.weights import describe
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
-from megagrpo.weights.verify import verify
+from megagrpo.weights.verify import Different, verify
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+EXIT_CODES = "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="convert_hf.py", description="HuggingFace <-> Megatron-Core torch_dist checkpoints"
+        prog="convert_hf.py",
+        description="HuggingFace folders <-> Megatron-Core checkpoints, tensor by tensor",
+        epilog=EXIT_CODES,
     )
     commands = result.add_subparsers(dest="command", required=True)
-    to_megatron = commands.add_parser("hf2megatron", help="HuggingFace folder -> torch_dist")
-    to_megatron.add_argument("--hf", type=Path, required=True, help="HuggingFace folder to read")
-    to_megatron.add_argument("--out", type=Path, required=True, help="checkpoint folder to create")
-    to_hf = commands.add_parser("megatron2hf", help="torch_dist -> HuggingFace folder")
-    to_hf.add_argument("--megatron", type=Path, required=True, help="checkpoint folder to read")
-    to_hf.add_argument("--out", type=Path, required=True, help="HuggingFace folder to create")
-    to_hf.add_argument(
-        "--hf-template",
-        type=Path,
-        help="folder with config.json and tokenizer (no weights needed); default MEGATRON/hf",
+    _add_conversions(commands)
+    check = commands.add_parser(
+        "verify", help="compare the two, every byte, both directions", epilog=EXIT_CODES
     )
-    check = commands.add_parser("verify", help="compare the two, every byte, both directions")
     check.add_argument("--hf", type=Path, required=True, help="HuggingFace folder")
     check.add_argument("--megatron", type=Path, required=True, help="checkpoint folder")
-    for command in (to_megatron, to_hf, check):
-        command.add_argument(
-            "--dtype", choices=sorted(DTYPES), help="cast every tensor; default: each keeps its own"
-        )
+    _add_dtype(check, "cast the HuggingFace side first; default: dtypes must be equal")
+    look = commands.add_parser("inspect", help="what a folder is and holds; reads no weights")
+    look.add_argument("folder", type=Path, help="HuggingFace folder or Megatron checkpoint")
+    look.add_argument("--keys", action="store_true", help="a line per tensor, not per kind")
+    show = commands.add_parser("plan", help="what would go where; reads the config only")
+    show.add_argument("--hf", type=Path, required=True, help="HuggingFace folder or config.json")
+    show.add_argument("--tp", type=int, help="tensor ranks, to see every rank's part")
+    show.add_argument("--pp", type=int, help="pipeline stages, to see every rank's part")
     return result
 
 
+def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    there = commands.add_parser("hf2megatron", help="HuggingFace folder -> torch_dist checkpoint")
+    there.add_argument("--hf", type=Path, required=True, help="HuggingFace folder to read")
+    there.add_argument("--out", type=Path, required=True, help="checkpoint folder to create")
+    back = commands.add_parser("megatron2hf", help="checkpoint of any layout -> HuggingFace folder")
+    back.add_argument("--megatron", type=Path, required=True, help="checkpoint folder to read")
+    back.add_argument("--out", type=Path, required=True, help="HuggingFace folder to create")
+    origin = back.add_mutually_exclusive_group()
+    origin.add_argument(
+        "--hf-template",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer (no weights needed); default MEGATRON/hf",
+    )
+    origin.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.json alone; no tokenizer is written"
+    )
+    back.add_argument(
+        "--shard-size",
+        type=_nbytes,
+        default="5GB",
+        metavar="SIZE",
+        help="largest .safetensors file, e.g. 5GB or 500MiB (default 5GB); a larger tensor gets "
+        "its own file",
+    )
+    for command in (there, back):
+        _add_dtype(command, "cast every tensor; default: each keeps its own")
+        command.epilog = EXIT_CODES
+
+
+def _add_dtype(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("--dtype", choices=sorted(DTYPES), help=text)
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
+    value = int(float(match.group(1)) * UNITS[match.group(2) or ""]) if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
+    return value
+
+
+class Bar:
+    """A progress bar with bytes, speed and time left; on a file or pipe a line now and then."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """As `convert.Progress`."""
+        if self._bar is None:
+            pause = 0.2 if sys.stderr.isatty() else 10.0
+            self._bar = tqdm(
+                total=total, unit="B", unit_scale=True, mininterval=pause, dynamic_ncols=True
+            )
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
 def run(arguments: argparse.Namespace) -> str:
-    """Do what was asked; returns the summary line. Raises ValueError or OSError for bad input."""
+    """Do what was asked; returns what to say. Raises ValueError or OSError for bad input."""
+    if arguments.command == "inspect":
+        return "\n".join(describe.inspect(arguments.folder, arguments.keys))
+    if arguments.command == "plan":
+        return "\n".join(describe.plan(read_shape(arguments.hf), _layout(arguments)))
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    if arguments.command == "hf2megatron":
-        shape = read_shape(arguments.hf)
-        return f"wrote {arguments.out}: {hf_to_megatron(arguments.hf, arguments.out, shape, dtype)}"
-    if arguments.command == "megatron2hf":
-        template = hf_folder(arguments.hf_template or arguments.megatron / "hf")
-        shape = read_shape(template)
-        summary = megatron_to_hf(arguments.megatron, arguments.out, shape, template, dtype)
-        return f"wrote {arguments.out}: {summary}"
-    counts = verify(arguments.hf, arguments.megatron, read_shape(arguments.hf), dtype)
-    return f"equal: {counts[0]} HuggingFace tensors, {counts[1]} Megatron tensors"
+    if arguments.command == "verify":
+        counts = verify(arguments.hf, arguments.megatron, read_shape(arguments.hf), dtype)
+        return f"equal: {counts[0]} HuggingFace tensors, {counts[1]} Megatron tensors"
+    bar = Bar()
+    try:
+        if arguments.command == "hf2megatron":
+            shape = read_shape(arguments.hf)
+            summary = hf_to_megatron(arguments.hf, arguments.out, shape, dtype, bar)
+        else:
+            template = arguments.config
+            if template is None:
+                template = hf_folder(arguments.hf_template or arguments.megatron / "hf")
+            summary = megatron_to_hf(
+                arguments.megatron,
+                arguments.out,
+                read_shape(template),
+                template,
+                dtype,
+                arguments.shard_size,
+                bar,
+            )
+    finally:
+        bar.close()
+    return f"wrote {arguments.out}: {summary}"
+
+
+def _layout(arguments: argparse.Namespace) -> Layout | None:
+    if arguments.tp is None and arguments.pp is None:
+        return None
+    tp, pp = arguments.tp or 1, arguments.pp or 1
+    if tp < 1 or pp < 1:
+        raise ValueError(f"--tp {tp} --pp {pp}: both count from 1")
+    return Layout(world=tp * pp, tp=tp, pp=pp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user error."""
+    """Exit status: 0, 1 if `verify` found a difference, 2 for a user error."""
     arguments = parser().parse_args(argv)
     log.setup(rank=0)
     try:
-        log.info(run(arguments))
+        said = run(arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return 1 if isinstance(error, Different) else 2
+    if arguments.command in ("inspect", "plan"):
+        sys.stdout.write(said + "\n")
+    else:
+        log.info(said)
     return 0
 
 

@@ -46,11 +46,12 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """The model shape that `config.json` of this folder (or of its subfolder `hf`) describes.
+    """The model shape that `config.json` of this folder (or of its subfolder `hf`) describes;
+    `folder` may also be that file itself.
 
     Raises ValueError, naming field and value, for anything that is missing or not supported.
     """
-    path = hf_folder(folder) / "config.json"
+    path = Path(folder) if Path(folder).is_file() else hf_folder(folder) / "config.json"
     config = _read_json(path)
     try:
         return _shape(config)

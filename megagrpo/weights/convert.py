@@ -6,19 +6,17 @@ Left out: reading configs (the caller passes a `ModelShape`), comparing (`verify
 state.
 """
 
-import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from megagrpo import log
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
 from megagrpo.weights.folders import copy_side_files, staged
+from megagrpo.weights.fused import FUSED, fused_rows, fused_slices, stored_boxes
 from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource, stored_key
 from megagrpo.weights.safetensors_io import HFSource, HFWriter
 from megagrpo.weights.slices import (
@@ -36,16 +34,12 @@ from megagrpo.weights.slices import (
 )
 from megagrpo.weights.table import (
     EMBEDDING,
-    FUSED,
     HEAD,
     PAD_MULTIPLE,
     Row,
     expand,
-    fused_rows,
     fused_shape,
-    fused_slices,
     local_shapes,
-    stored_boxes,
 )
 from megagrpo.weights.torch_dist import TorchDistWriter
 from megagrpo.weights.verify import check_source
@@ -57,9 +51,13 @@ EMPTY_STATES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-PROGRESS_SECONDS = 5.0
 BLOCK_BYTES = 4 << 20  # rows written at a time: small enough to stay in the processor's cache
-Item = TypeVar("Item")
+Progress = Callable[[int, int], object]
+"""progress(bytes done, bytes in all) is called after every piece that was written."""
+
+
+def unseen(done: int, total: int) -> None:
+    """A Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,11 @@ class Summary:
 
 
 def hf_to_megatron(
-    hf: Path, out: Path, shape: ModelShape, dtype: torch.dtype | None = None
+    hf: Path,
+    out: Path,
+    shape: ModelShape,
+    dtype: torch.dtype | None = None,
+    progress: Progress = unseen,
 ) -> Summary:
     """Write `out`, a torch_dist checkpoint, from the HuggingFace folder `hf`; side files go to
     out/hf.
@@ -96,9 +98,10 @@ def hf_to_megatron(
     parts = by_megatron(fused_slices(shape))
     wanted = {name: dtype or info.dtype for name, info in infos.items()}
     dtypes, noted = _stored_dtypes(parts, wanted)
+    done, total = 0, sum(_nbytes(info, wanted[info.name]) for info in infos.values())
     with staged(out, hf) as folder:
         writer = TorchDistWriter(folder)
-        for name, row in _with_progress(fused_rows(shape)):
+        for name, row in fused_rows(shape):
             key, layer = stored_key(name)
             full = fused_shape(shape, row)
             for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
@@ -107,6 +110,8 @@ def hf_to_megatron(
                 else:
                     stacked = ((layer, layer + 1), *box)
                     writer.write(key, (shape.num_layers, *full), stacked, tensor.unsqueeze(0))
+                done += tensor.nbytes
+                progress(done, total)
         for name in EMPTY_STATES:
             writer.write_empty_state(f"decoder.layers.{name}", shape.num_layers)
         files = copy_side_files(hf, folder / "hf", dtype)
@@ -121,10 +126,11 @@ def megatron_to_hf(
     shape: ModelShape,
     template: Path,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 5 << 30,
+    shard_bytes: int = 5_000_000_000,
+    progress: Progress = unseen,
 ) -> Summary:
     """Write `out`, a HuggingFace folder, from the torch_dist checkpoint `megatron`; side files come
-    from the folder `template`, which needs no weights.
+    from the folder `template`, which needs no weights; it may be a config file alone.
 
     Tensors keep the dtype that they came with unless `dtype` is given. Raises ValueError before
     anything is written if the checkpoint does not fit `shape`.
@@ -132,12 +138,15 @@ def megatron_to_hf(
     source = MegatronSource(megatron, shape)
     infos = check_source(source, shape)
     planned = [TensorInfo(info.name, info.shape, dtype or info.dtype) for info in infos]
+    done, total = 0, sum(_nbytes(info, info.dtype) for info in planned)
     with staged(out, megatron, template) as folder:
         writer = HFWriter(folder, planned, shard_bytes)
-        for info in _with_progress(planned):
+        for info in planned:
             for block in row_blocks(info.shape, info.dtype.itemsize, BLOCK_BYTES):
                 rows = cast(source.read(info.name, block), info.dtype, info.name)
                 writer.write(info.name, rows)
+                done += rows.nbytes
+                progress(done, total)
         writer.close()
         files = copy_side_files(template, folder, dtype)
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
@@ -176,6 +185,10 @@ def _stored_dtypes(
     return stored, noted
 
 
+def _nbytes(info: TensorInfo, dtype: torch.dtype) -> int:
+    return volume(whole(info.shape)) * dtype.itemsize
+
+
 def _summary(
     infos: Sequence[TensorInfo],
     dtype: torch.dtype | None,
@@ -187,18 +200,8 @@ def _summary(
         kind: str(kind).removeprefix("torch.") for info, to in final for kind in (info.dtype, to)
     }
     casts = Counter(f"{short[info.dtype]} -> {short[to]}" for info, to in final if info.dtype != to)
-    nbytes = sum(volume(whole(info.shape)) * to.itemsize for info, to in final)
+    nbytes = sum(_nbytes(info, to) for info, to in final)
     return Summary(len(infos), nbytes, casts, tuple(sorted(ignored)), tuple(files))
-
-
-def _with_progress(items: Sequence[Item]) -> Iterator[Item]:
-    """The items, with a line of progress every PROGRESS_SECONDS."""
-    said = time.monotonic()
-    for done, item in enumerate(items, start=1):
-        yield item
-        if time.monotonic() - said > PROGRESS_SECONDS:
-            said = time.monotonic()
-            log.info(f"{done} of {len(items)} tensors")
 
 
 def load_rank_(

@@ -39,17 +39,22 @@ def staged(out: Path, *sources: Path) -> Iterator[Path]:
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> list[str]:
     """Copy everything but weights from a HuggingFace folder, `config.json` last; returns the names.
 
-    A `dtype` is noted in the copied config; every other field stays, known here or not.
+    `source` may also be a config file alone, of any name. A `dtype` is noted in the copied config;
+    every other field stays, known here or not.
     """
     target.mkdir(parents=True, exist_ok=True)
-    names = sorted(path.name for path in source.iterdir() if _is_side_file(path))
-    for name in names:
-        if name != "config.json":
-            shutil.copyfile(source / name, target / name)
-    for name in SIDE_FOLDERS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
-    text = (source / "config.json").read_text(encoding="utf-8")
+    if source.is_file():
+        config_file, names = source, ["config.json"]
+    else:
+        config_file = source / "config.json"
+        names = sorted(path.name for path in source.iterdir() if _is_side_file(path))
+        for name in names:
+            if name != "config.json":
+                shutil.copyfile(source / name, target / name)
+        for name in SIDE_FOLDERS:
+            if (source / name).is_dir():
+                shutil.copytree(source / name, target / name)
+    text = config_file.read_text(encoding="utf-8")
     if dtype is not None:
         config = json.loads(text)
         key = "dtype" if "dtype" in config else "torch_dtype"

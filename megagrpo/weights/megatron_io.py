@@ -14,14 +14,13 @@ import torch
 
 from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
+from megagrpo.weights.fused import fused_rows, fused_slices
 from megagrpo.weights.slices import Slice, from_megatron, gather, whole
 from megagrpo.weights.table import (
     HEAD,
     HEAD_ROW,
     HF_HEAD,
-    fused_rows,
     fused_shape,
-    fused_slices,
     hf_manifest,
 )
 from megagrpo.weights.torch_dist import StoredTensors

@@ -152,20 +152,6 @@ def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
     return [TensorInfo(name, hf_shape(shape, name), dtype) for name in names]
 
 
-FUSED = (Layout(world=1), Coordinates(tp=0, pp=0, dp=0))
-
-
-def fused_slices(shape: ModelShape) -> list[Slice]:
-    """Slices of the uncut, unpadded Megatron tensors, named by global layer: what a distributed
-    checkpoint holds."""
-    return expand(shape, *FUSED, "te", multiple=1)
-
-
-def fused_rows(shape: ModelShape) -> list[tuple[str, Row]]:
-    """(name by global layer, row) of every uncut Megatron tensor, in order."""
-    return [(name, row) for row, name, _ in _placed_rows(shape, *FUSED, "te")]
-
-
 def fused_shape(shape: ModelShape, row: Row) -> tuple[int, ...]:
     """Shape of the row's Megatron tensor before any cut and padding."""
     first = hf_shape(shape, row.hf[0])
@@ -193,12 +179,14 @@ def _pieces(shape: ModelShape, row: Row) -> list[tuple[str, Box, Box]]:
     ]
 
 
-def _cuts(shape: ModelShape, row: Row, tp: int, rank: int, multiple: int) -> list[tuple[Box, Box]]:
+def rank_cuts(
+    shape: ModelShape, row: Row, tp: int, rank: int, multiple: int
+) -> list[tuple[Box, Box]]:
     """(box of the fused tensor, box of the local tensor) of every cut that the rank holds."""
     full = fused_shape(shape, row)
     if row.kind == "replicated":
         return [(whole(full), whole(full))]
-    dim, halves = _cut_axis(row)
+    dim, halves = cut_axis(row)
     size = padded_vocab(full[0], tp, multiple) if row.kind == "vocab" else full[dim]
     assert size % (tp * halves) == 0, f"{row.megatron}: {size} rows do not divide by tp={tp}"
     share = size // halves // tp
@@ -212,30 +200,12 @@ def _cuts(shape: ModelShape, row: Row, tp: int, rank: int, multiple: int) -> lis
     return cuts
 
 
-def _cut_axis(row: Row) -> tuple[int, int]:
+def cut_axis(row: Row) -> tuple[int, int]:
     """(dimension that tensor parallelism cuts, how many stretches of it are cut separately)."""
     return (1 if row.kind == "row" else 0), (2 if row.kind == "gate_up" else 1)
 
 
-def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
-    """The fused tensor in up to `count` pieces along the axis of tensor parallelism, for storage:
-    a reader of a distributed checkpoint loads whole stored pieces."""
-    full = fused_shape(shape, row)
-    if row.kind == "replicated":
-        return [whole(full)]
-    dim, halves = _cut_axis(row)
-    size = full[dim] // halves
-    step = -(-size // count)
-    boxes = []
-    for half in range(halves):
-        for start in range(half * size, (half + 1) * size, step):
-            box = list(whole(full))
-            box[dim] = (start, min(start + step, (half + 1) * size))
-            boxes.append(tuple(box))
-    return boxes
-
-
-def _placed_rows(
+def placed_rows(
     shape: ModelShape, layout: Layout, coords: Coordinates, profile: str
 ) -> Iterable[tuple[Row, str, int]]:
     """(row, local Megatron name, global layer) of everything on the rank's pipeline stage."""
@@ -269,8 +239,8 @@ def expand(
     """
     check_tp(shape, layout.tp)
     slices = []
-    for row, name, layer in _placed_rows(shape, layout, coords, profile):
-        cuts = _cuts(shape, row, layout.tp, coords.tp, multiple)
+    for row, name, layer in placed_rows(shape, layout, coords, profile):
+        cuts = rank_cuts(shape, row, layout.tp, coords.tp, multiple)
         for hf, hf_box, fused_box in _pieces(shape, row):
             for cut, local in cuts:
                 common = intersect(fused_box, cut)
@@ -292,7 +262,7 @@ def local_shapes(
     """Shape of every parameter of that rank's GPTModel, vocabulary padding included."""
     check_tp(shape, layout.tp)
     shapes = {}
-    for row, name, _ in _placed_rows(shape, layout, coords, profile):
-        corners = [local for _, local in _cuts(shape, row, layout.tp, coords.tp, multiple)]
+    for row, name, _ in placed_rows(shape, layout, coords, profile):
+        corners = [local for _, local in rank_cuts(shape, row, layout.tp, coords.tp, multiple)]
         shapes[name] = tuple(stop for _, stop in corners[-1])
     return shapes

@@ -124,6 +124,10 @@ class StoredTensors:
             result[index(place)] = self._inside(chunk, common)
         return result
 
+    def chunk_count(self, key: str) -> int:
+        """In how many pieces a tensor is stored."""
+        return sum(map(len, self._chunks[key].values()))
+
     def _inside(self, chunk: _Chunk, box: Box) -> torch.Tensor:
         return self._blob(chunk)[index(translate(box, chunk.box, whole(extent(chunk.box))))]
 

@@ -10,21 +10,23 @@ import torch
 
 from megagrpo.types import ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_names, check_shapes
+from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes
 from megagrpo.weights.megatron_io import MegatronSource, stored_key
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
 from megagrpo.weights.table import (
     HF_EMBEDDING,
     HF_HEAD,
-    fused_rows,
     fused_shape,
-    fused_slices,
     hf_manifest,
-    stored_boxes,
 )
 
 IGNORED = (".rotary_emb.inv_freq",)  # buffers of old Llama files, computed from the config
 BLOCK_BYTES = 32 << 20  # how much of a tensor is compared at a time
+
+
+class Different(ValueError):
+    """Two folders that both fit the model hold different weights."""
 
 
 def check_source(source: TensorSource, shape: ModelShape) -> list[TensorInfo]:
@@ -56,7 +58,7 @@ def verify(
     """Compare a HuggingFace folder with a torch_dist checkpoint, every byte, both directions.
 
     With `dtype` the HuggingFace side is cast to it first. Returns (HuggingFace tensors, Megatron
-    tensors) compared; raises ValueError naming what differs.
+    tensors) compared; raises Different naming what differs.
     """
     left, right = HFSource(hf), MegatronSource(megatron, shape)
     wanted = [TensorInfo(i.name, i.shape, dtype or i.dtype) for i in check_source(left, shape)]
@@ -68,7 +70,7 @@ def verify(
     ]
     different += _different_fused(left, right, shape)
     if different:
-        raise ValueError(
+        raise Different(
             f"{len(different)} tensors differ between {hf} and {megatron}: "
             f"{', '.join(different[:8])}{' ...' if len(different) > 8 else ''}"
         )
