@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 import statistics
 import sys
@@ -293,6 +294,20 @@ def test_sampled_text_cannot_steer_the_terminal() -> None:
     assert lines[1] == "'p' -> 'b' (failed)" and len(lines) == 2
     long = sample_lines([sample(0, 1.0, text="x" * 900 + "end")], 1, width=20)[0]
     assert "...xxx" in long and "end'" in long and len(long) < 60
+
+
+def test_a_step_s_line_is_forced_to_the_disk_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write(1, 1, {"reward/mean": 0.5})
+    forced: list[str] = []
+    monkeypatch.setattr(
+        "os.fsync", lambda file: forced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    lines.to_disk()
+    assert forced == [str(tmp_path / "metrics.jsonl")]
+    assert '"reward/mean": 0.5' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_tensorboard_holds_the_same_scalars(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import megagrpo.rollout.vllm_engine  # noqa: F401  (imported once, before ranks are forked)
 from megagrpo.config_file import load_config
+from megagrpo.metrics.report_tables import meaning
 from megagrpo.model.hf_config import read_shape
 from megagrpo.trainer import setup
 from megagrpo.trainer.grpo import train
@@ -89,6 +90,12 @@ def rollout_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def expect_documented(run_dir: Path) -> None:
+    """Every number of the run has its formula in the table of metrics."""
+    names = {name for line in lines(run_dir) for name in line} - {"step", "optimizer_step"}
+    assert names and not [name for name in names if not meaning(name)]
+
+
 def numbers(line: dict[str, Any]) -> dict[str, Any]:
     """What must not depend on the machine or the layout."""
     apart = ("timing_s/", "perf/", "memory/", "sync/")
@@ -122,6 +129,7 @@ def test_first_rollout_and_metrics_are_equal_at_every_layout(
     nine ids ends an answer); LP-12, LP-14, LP-16, SYNC-26 (temperature 0.7 on both sides,
     whatever the model's generation defaults say)."""
     run(1, overrides(place, tmp_path / "one"))
+    expect_documented(tmp_path / "one")
     want, want_rows = lines(tmp_path / "one"), rollout_rows(tmp_path / "one", 1)
     assert [line["step"] for line in want] == [0, 1, 2]
     assert want[1]["reward/std"] > 0.05 and want[1]["actor/grad_norm"] > 0

@@ -102,10 +102,10 @@ def numbers(run: Run) -> Iterator[str]:
             continue
         first, last = run.ends(name) or (known[0], known[-1])
         cells = "".join(f'<td class="number">{number(v)}</td>' for v in (first, last, known[-1]))
-        yield f"<tr><th>{escaped(name)}</th>{cells}<td>{_meaning(name)}</td></tr>"
+        yield f"<tr><th>{escaped(name)}</th>{cells}<td>{meaning(name)}</td></tr>"
 
 
-def _meaning(name: str) -> str:
+def meaning(name: str) -> str:
     """Formula and denominator from the table of metrics, empty for a name of somebody else."""
     for pattern, (formula, denominator) in METRICS.items():
         parts = re.split(r"(NAME|PHASE|@k$)", pattern)

@@ -1,7 +1,7 @@
 """Where a step's numbers go: JSON lines, the console, TensorBoard, Weights & Biases.
 
-One rank owns the reporters. All take the same flat names. Left out: buffering (a line is on disk
-before the next step begins) and uploads by ourselves (W&B does its own, or none when offline).
+One rank owns the reporters. All take the same flat names. Left out: buffering (a line survives the
+end of the process when `write` returns) and uploads by ourselves (W&B does its own, or none).
 """
 
 import importlib
@@ -40,7 +40,7 @@ def check_packages(tensorboard: bool, wandb: str | None) -> None:
 
 
 class JsonLines:
-    """`metrics.jsonl`: one flat line per step, on disk when `write` returns.
+    """`metrics.jsonl`: one flat line per step, in the system's hands when `write` returns.
 
     Example: {"step": 3, "optimizer_step": 6, "reward/mean": 0.41}. A number that is not finite is
     written as null, since JSON has no other word for it. `resumed_step` drops the lines of later
@@ -65,6 +65,10 @@ class JsonLines:
             line[name] = value if math.isfinite(value) else None
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+    def to_disk(self) -> None:
+        """Wait until the lines so far would survive the end of the machine too."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -150,19 +154,29 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, resumed_step: int | None = None) -> None:
         try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
                 f"log.tensorboard=true but {error}; pip install tensorboard or set it to false"
             ) from error
+        self._summary = Summary
         purge = None if resumed_step is None else resumed_step + 1
         # Written by a thread of its own every 10 s: a step does not wait for the event file.
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, step: int, optimizer_step: int, metrics: Metrics) -> None:
-        """One scalar per name."""
-        for name, value in {"optimizer_step": optimizer_step, **metrics}.items():
-            self._writer.add_scalar(name, value, step)
+        """One scalar per name, all in one event: an event each costs milliseconds a step."""
+        values = {"optimizer_step": optimizer_step, **metrics}
+        self._writer.file_writer.add_summary(
+            self._summary(
+                value=[
+                    self._summary.Value(tag=name, simple_value=value)
+                    for name, value in values.items()
+                ]
+            ),
+            step,
+        )
 
     def close(self) -> None:
         """Write what is left and close the event file."""

@@ -32,12 +32,13 @@ def dump_rollouts(
             raise ValueError(f"{path.name}: {len(samples)} samples, {len(column)} values of {name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
+    encode = json.JSONEncoder(default=str).encode  # json.dumps would make one for every line
     with open(unfinished, "w", encoding="utf-8") as file:
         for place, sample in enumerate(samples):
             line = _to_line(sample)
             assert not line.keys() & extras.keys(), f"an extra column of {[*extras]} is a sample's"
             line |= {name: column[place] for name, column in extras.items()}
-            file.write(json.dumps(line, default=str) + "\n")
+            file.write(encode(line) + "\n")
     os.replace(unfinished, path)
     return path
 

@@ -50,6 +50,7 @@ class StepReport:
         self._context = context
         self._run_dir = Path(prepared.config.trainer.run_dir)
         self._reporters: list[Reporter] = []
+        self._lines: JsonLines | None = None
         self._since = time.perf_counter()
 
     def begin(self, done: int) -> None:
@@ -58,10 +59,9 @@ class StepReport:
             prepared, config = self._prepared, self._prepared.config
             resumed = done if prepared.resume_from is not None else None
             (self._run_dir / "config.yaml").write_text(to_yaml(config))
-            self._reporters = [
-                JsonLines(self._run_dir / "metrics.jsonl", resumed),
-                Console(prepared.steps, self._context.layout.world),
-            ]
+            self._lines = JsonLines(self._run_dir / "metrics.jsonl", resumed)
+            console = Console(prepared.steps, self._context.layout.world)
+            self._reporters = [self._lines, console]
             if config.log.tensorboard:
                 self._reporters.append(TensorBoard(self._run_dir / "tensorboard", resumed))
             if config.log.wandb:
@@ -108,6 +108,11 @@ class StepReport:
         if shown.samples_every and step % shown.samples_every == 0:
             for line in sample_lines(batch.samples, shown.num_samples):
                 log.info(f"  {line}")
+
+    def to_disk(self) -> None:
+        """Before a checkpoint: no line of a step that it holds can be lost any more."""
+        if self._lines is not None:
+            self._lines.to_disk()
 
     def end(self) -> None:
         """Close the reporters and write report.html."""

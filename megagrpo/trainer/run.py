@@ -144,6 +144,7 @@ class Run:
     @phase("save_checkpoint")
     def _save(self, step: int) -> None:
         settings = self.save_settings
+        self.reporter.to_disk()
         state = {
             "step": step,
             "optimizer_steps": self.policy.optimizer_steps,
