@@ -4,6 +4,7 @@ engine does not hold, a run folder that does not belong to the config.
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ from megagrpo.config_file import load_config
 from megagrpo.model.build import local_parameters
 from megagrpo.model.optimizer import LRSchedule, OptimSettings, Trainable, wrap_and_build
 from megagrpo.parallel.collectives import RankFailure
-from megagrpo.parallel.mcore_repairs import WRITE_QUEUE
+from megagrpo.parallel.mcore_repairs import WRITE_QUEUE, fork_write_queue
 from megagrpo.trainer import checkpoint as saving
 from megagrpo.trainer import manifest
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, make_batch
@@ -138,20 +140,46 @@ def test_a_lost_rank_ends_the_other_in_time_with_the_phase_named(
     assert any(f"failed in phase '{name}'" in last[0] for name in names), last[0]
 
 
-def test_the_process_that_a_save_forks_dies_with_its_rank(tmp_path: Path) -> None:
-    """PROC-1: it holds the rank's sockets, so the others would not see the rank's end."""
+def fork_queue() -> int:
+    """The manager behind the results of a save."""
+    WRITE_QUEUE.get().put("works")
+    assert WRITE_QUEUE.get().get() == "works"
+    return WRITE_QUEUE._manager._process.pid
+
+
+def fork_writer() -> int:
+    """A writer that waits for the queue of a dead rank."""
+
+    class Writer:
+        @staticmethod
+        def write_preloaded_data() -> None:
+            signal.pause()
+
+    module = types.ModuleType("filesystem_async")
+    module.FileSystemWriterAsync = Writer
+    fork_write_queue(module)
+    process = multiprocessing.get_context("fork").Process(target=Writer.write_preloaded_data)
+    process.start()
+    time.sleep(0.5)
+    return process.pid
+
+
+@pytest.mark.parametrize("fork", [fork_queue, fork_writer])
+def test_the_processes_that_a_save_forks_die_with_their_rank(fork: Callable[[], int]) -> None:
+    """PROC-1: they hold the rank's sockets, so the others would not see the rank's end."""
     told, tell = os.pipe()
     rank = os.fork()
     if rank == 0:
-        WRITE_QUEUE.get().put("works")
-        assert WRITE_QUEUE.get().get() == "works"
-        os.write(tell, str(WRITE_QUEUE._manager._process.pid).encode())
-        signal.pause()
-    manager = psutil.Process(int(os.read(told, 32)))
-    assert manager.ppid() == rank
+        try:
+            os.write(tell, str(fork()).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    forked = psutil.Process(int(os.read(told, 32)))
+    assert forked.ppid() == rank and forked.is_running()
     os.kill(rank, signal.SIGKILL)
     os.waitpid(rank, 0)
-    wait_until(lambda: not manager.is_running() or manager.status() == "zombie", 10)
+    wait_until(lambda: not forked.is_running() or forked.status() == "zombie", 10)
     os.close(told)
     os.close(tell)
 

@@ -5,6 +5,7 @@ What each is for and when it may go stands in parallel/mcore_cpu.py. Measured on
 
 import atexit
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
@@ -65,12 +66,27 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _bound_to_parent(write: Callable[..., None]) -> Callable[..., None]:
+    """A forked process's body that ends with its parent."""
+
+    @functools.wraps(write)
+    def bound(*args: Any, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            _end_with_parent(parent.pid)
+        write(*args, **kwargs)
+
+    return bound
+
+
 WRITE_QUEUE = _ForkedQueue()
 
 
 def fork_write_queue(module: types.ModuleType) -> None:
     """`filesystem_async`: results queue from a forked manager. Forking is unsafe under CUDA, so a
-    GPU machine keeps upstream's."""
+    GPU machine keeps upstream's. The writers that upstream forks die with their rank."""
+    writer = module.FileSystemWriterAsync
+    writer.write_preloaded_data = staticmethod(_bound_to_parent(writer.write_preloaded_data))
     if platform.is_cuda():
         return
     for name in ("_get_write_results_queue", "get_write_results_queue"):
