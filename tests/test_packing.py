@@ -158,6 +158,13 @@ def test_the_slowest_rank_has_at_most_four_percent_over_the_mean(budget: int) ->
     assert max(loads) <= 1.04 * sum(lengths) / 8
 
 
+def test_an_even_spread_that_breaks_the_budget_gives_way_to_a_tight_one() -> None:
+    """Longest first to the lightest pack makes 8 and 10 tokens of these; 9 and 9 exist."""
+    lengths = [5, 4, 3, 3, 3]
+    (packs,) = plan_micro_batches(lengths, 1, 9)
+    assert sorted(sum(lengths[row] for row in rows) for rows in packs) == [9, 9]
+
+
 def test_a_sequence_over_the_budget_is_refused_by_key_length_and_sample() -> None:
     """PAR-12: budget 8, length 9."""
     pattern = "data.max_tokens_per_microbatch=8 is too small for sample 2 with 9 tokens"

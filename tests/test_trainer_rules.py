@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,7 @@ def test_sampler_old_reference_and_current_share_one_temperature(
     assert line["actor/entropy"] == pytest.approx(statistics.fmean(entropies), rel=1e-5)
 
 
+@pytest.mark.parametrize("patience", [1, 2])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -235,23 +237,23 @@ def test_sampler_old_reference_and_current_share_one_temperature(
     ],
     ids=["raw", "shifted", "of another id", "nan"],
 )
-def test_wrong_log_probs_of_the_engine_end_the_run_before_anything_is_learned(
-    fault: dict[str, Any], place: Path, tmp_path: Path
+def test_wrong_log_probs_of_the_engine_end_the_run_before_the_optimizer_moves(
+    fault: dict[str, Any], patience: int, place: Path, tmp_path: Path
 ) -> None:
-    """LP-14 (raw instead of processed), LP-15, LP-16 (shifted by one): the alarm sees each of them
-    before the optimizer moves (LP-20)."""
+    """LP-14 (raw instead of processed), LP-15, LP-16 (shifted by one); LP-20: the alarm comes
+    before the update, at the scored first step as at the second, whose own pass scores old."""
 
-    def act(run: Run) -> tuple[bool, bool]:
+    def act(run: Run) -> tuple[bool, int, int]:
         before = weights(run)
         with pytest.raises(MismatchStop):
             train(run)
         engine = run.collector.engine
         after = {"before": before, "after": weights(run)}
-        return moved(after), len(engine.asked)
+        return moved(after), len(engine.asked), run.policy.optimizer_steps
 
-    overrides = words(place, tmp_path / "run", "algorithm.mismatch.patience=1")
-    for has_moved, rollouts in play(2, overrides, act, **fault):
-        assert not has_moved and rollouts == 1
+    overrides = words(place, tmp_path / "run", f"algorithm.mismatch.patience={patience}")
+    for has_moved, rollouts, updates in play(2, overrides, act, **fault):
+        assert (has_moved, rollouts, updates) == (patience == 2, patience, patience - 1)
 
 
 def test_the_ratio_is_one_before_the_first_update_whatever_the_cut(
@@ -300,7 +302,7 @@ def test_old_log_probs_are_scored_once_per_rollout_unless_one_step_makes_them_it
     very first step, and then gives the same update, token weights included."""
 
     def noisy(given: list[float]) -> list[float]:
-        return [value + 0.4 for value in given]  # token weights of e^-0.4
+        return [1.1 * value for value in given]
 
     quiet = ["algorithm.mismatch.warn=9", "algorithm.mismatch.stop=10", "trainer.steps=3"]
     overrides = words(place, tmp_path / "two", *quiet, "data.minibatch_prompts=2")
@@ -317,8 +319,12 @@ def test_old_log_probs_are_scored_once_per_rollout_unless_one_step_makes_them_it
     assert passes == 1
     ((passes, scored),) = play(1, words(place, tmp_path / "all", *quiet), always, bend=noisy)
     assert passes == 3
+    drawn = [value for row in dumped(tmp_path / "own", 1) for value in row["rollout_logprobs"]]
+    for result in (two, own):  # both optimizer steps of a rollout count in its metrics
+        found = result["lines"][0]["rollout_corr/mean_abs_logprob_diff"]
+        assert found == pytest.approx(-statistics.fmean(drawn) / 11, rel=1e-5)
     for line, want in zip(own["lines"], scored["lines"], strict=True):
-        assert line["rollout_corr/weight_mean"] == pytest.approx(math.exp(-0.4), rel=1e-5)
+        assert line["rollout_corr/weight_mean"] > 1.1
         for name, value in numbers(want).items():
             assert line[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     for name, value in scored["after"].items():
@@ -368,6 +374,31 @@ def test_equal_rewards_everywhere_leave_the_policy_alone_and_kl_to_itself(
         assert line["actor/pg_loss"] == 0.0 and line["actor/grad_norm"] > 1e-3
         assert line["actor/loss"] == pytest.approx(0.1 * line["actor/kl_loss"], rel=1e-6)
     assert moved(result)
+
+
+def test_the_learning_rate_follows_finished_optimizer_steps(place: Path, tmp_path: Path) -> None:
+    """CKPT-7, CKPT-8 in a run: two optimizer steps per rollout, warm-up of 3, linear to 0 at the
+    sixth; a rollout without a reward moves nothing on."""
+    schedule = ["optim.schedule=linear", "optim.warmup_steps=3", "trainer.steps=3"]
+    overrides = words(place, tmp_path / "run", *schedule, "data.minibatch_prompts=2")
+
+    def act(run: Run) -> list[dict[str, float]]:
+        collect, count = run.collector.collect, iter(range(3))
+
+        def sometimes(*args: Any) -> Any:
+            samples = collect(*args)
+            return [replace(s, reward=None) for s in samples] if next(count) == 1 else samples
+
+        run.collector = SimpleNamespace(collect=sometimes, rewards=run.collector.rewards)
+        train(run)
+        return run.reporter.lines
+
+    (lines,) = play(1, overrides, act)
+    assert [line["optimizer_step"] for line in lines] == [2, 2, 4]
+    assert [line["actor/skipped_steps"] for line in lines] == [0, 2, 2]
+    assert lines[0]["actor/lr"] == pytest.approx(1e-2 / 3)  # after 1 finished step
+    assert "actor/lr" not in lines[1]
+    assert lines[2]["actor/lr"] == pytest.approx(1e-2)  # after 3: the end of the warm-up
 
 
 # Layouts and metrics
