@@ -358,6 +358,36 @@ def test_a_rollout_without_any_reward_is_skipped_and_counted(
             assert all(math.isfinite(value) for value in line.values())
 
 
+def test_samples_without_a_reward_leave_every_mean_and_the_loss(
+    place: Path, tmp_path: Path
+) -> None:
+    """ADV-2 and ADV-5 in a run: one member of each group failed, one not rated; rewards and
+    advantages are those of the other two, and only they are trained on."""
+    change = {0: {"failed": True, "reward": None}, 2: {"reward": None}}
+
+    def act(run: Run) -> list[dict[str, float]]:
+        collect = run.collector.collect
+        run.collector = SimpleNamespace(
+            collect=lambda *args: [replace(s, **change.get(s.member, {})) for s in collect(*args)],
+            rewards=run.collector.rewards,
+        )
+        train(run)
+        return run.reporter.lines
+
+    (lines,) = play(1, words(place, tmp_path / "run"), act)
+    for step, line in zip((1, 2), lines, strict=True):
+        rows = dumped(tmp_path / "run", step)
+        rated = [row for row in rows if row["member"] in (1, 3)]
+        advantages = [row["advantage"] for row in rated]
+        assert [row["advantage"] for row in rows if row not in rated] == [0.0] * 8
+        assert line["advantage/std"] == pytest.approx(statistics.stdev(advantages), rel=1e-9)
+        assert line["advantage/abs_max"] == pytest.approx(max(map(abs, advantages)), rel=1e-9)
+        assert line["reward/mean"] == pytest.approx(statistics.fmean(r["reward"] for r in rated))
+        assert (line["counts/generated"], line["counts/trained"]) == (16, 8)
+        assert (line["counts/failed"], line["counts/filtered"]) == (4, 4)
+        assert line["counts/missing_rewards"] == 4
+
+
 def test_equal_rewards_everywhere_leave_the_policy_alone_and_kl_to_itself(
     place: Path, tmp_path: Path
 ) -> None:
