@@ -1,6 +1,6 @@
 """Convert between HuggingFace folders and Megatron-Core checkpoints, look into both, compare them.
 
-    python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--dtype bfloat16]
+    python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--format torch --tp T --pp P]
     python tools/convert_hf.py megatron2hf --megatron DIR --out DIR [--hf-template DIR]
     python tools/convert_hf.py verify --hf DIR --megatron DIR
     python tools/convert_hf.py inspect DIR [--keys]
@@ -23,7 +23,7 @@ from megagrpo import log
 from megagrpo.model.hf_config import DTYPES, hf_folder, read_shape
 from megagrpo.types import Layout
 from megagrpo.weights import describe
-from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megagrpo.weights.convert import Legacy, hf_to_megatron, megatron_to_hf
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -56,9 +56,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    there = commands.add_parser("hf2megatron", help="HuggingFace folder -> torch_dist checkpoint")
+    there = commands.add_parser("hf2megatron", help="HuggingFace folder -> Megatron checkpoint")
     there.add_argument("--hf", type=Path, required=True, help="HuggingFace folder to read")
     there.add_argument("--out", type=Path, required=True, help="checkpoint folder to create")
+    there.add_argument(
+        "--format",
+        choices=("torch_dist", "torch"),
+        default="torch_dist",
+        help="torch_dist loads at any layout (default); torch is a file per rank, mp_rank_*",
+    )
+    there.add_argument("--tp", type=int, help="tensor ranks; only with --format torch")
+    there.add_argument("--pp", type=int, help="pipeline stages; only with --format torch")
+    there.add_argument(
+        "--profile",
+        choices=("te", "local"),
+        help="names of norms as Transformer Engine or the local layers have them; only with "
+        "--format torch (default te)",
+    )
     back = commands.add_parser("megatron2hf", help="checkpoint of any layout -> HuggingFace folder")
     back.add_argument("--megatron", type=Path, required=True, help="checkpoint folder to read")
     back.add_argument("--out", type=Path, required=True, help="HuggingFace folder to create")
@@ -131,8 +145,8 @@ def run(arguments: argparse.Namespace) -> str:
     bar = Bar()
     try:
         if arguments.command == "hf2megatron":
-            shape = read_shape(arguments.hf)
-            summary = hf_to_megatron(arguments.hf, arguments.out, shape, dtype, bar)
+            legacy, shape = _legacy(arguments), read_shape(arguments.hf)
+            summary = hf_to_megatron(arguments.hf, arguments.out, shape, dtype, bar, legacy)
         else:
             template = arguments.config
             if template is None:
@@ -149,6 +163,16 @@ def run(arguments: argparse.Namespace) -> str:
     finally:
         bar.close()
     return f"wrote {arguments.out}: {summary}"
+
+
+def _legacy(arguments: argparse.Namespace) -> Legacy | None:
+    if arguments.format == "torch":
+        layout = _layout(arguments) or Layout(world=1)
+        return Legacy(layout, arguments.profile or "te")
+    for name in ("tp", "pp", "profile"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} has no effect with --format torch_dist; leave it out")
+    return None
 
 
 def _layout(arguments: argparse.Namespace) -> Layout | None:

@@ -16,8 +16,9 @@ import torch
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
 from megagrpo.weights.folders import copy_side_files, staged
-from megagrpo.weights.fused import FUSED, fused_rows, fused_slices, stored_boxes
-from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource, stored_key
+from megagrpo.weights.fused import FUSED, fused_rows, fused_slices, stored_boxes, stored_key
+from megagrpo.weights.legacy_write import write_legacy
+from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource
 from megagrpo.weights.safetensors_io import HFSource, HFWriter
 from megagrpo.weights.slices import (
     Part,
@@ -61,6 +62,14 @@ def unseen(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
+class Legacy:
+    """Per-rank files for this layout, with this naming profile ("te" or "local")."""
+
+    layout: Layout
+    profile: str = "te"
+
+
+@dataclass(frozen=True)
 class Summary:
     """What a conversion did."""
 
@@ -84,15 +93,18 @@ def hf_to_megatron(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
     progress: Progress = unseen,
+    legacy: Legacy | None = None,
 ) -> Summary:
-    """Write `out`, a torch_dist checkpoint, from the HuggingFace folder `hf`; side files go to
-    out/hf.
+    """Write `out`, a torch_dist checkpoint (per-rank files if `legacy`), from the HuggingFace
+    folder `hf`; side files go to out/hf.
 
     Every tensor keeps its dtype unless `dtype` is given: a fused tensor is stored in a dtype that
     holds all of its parts exactly, and parts that were narrower are noted. Raises ValueError before
     anything is written if the source does not fit `shape`.
     """
     source = HFSource(hf)
+    if legacy is not None:
+        check_layout(shape, legacy.layout, legacy.profile)
     check_layout(shape, FUSED[0], "te", multiple=1)
     infos = {info.name: info for info in check_source(source, shape)}
     parts = by_megatron(fused_slices(shape))
@@ -100,22 +112,22 @@ def hf_to_megatron(
     dtypes, noted = _stored_dtypes(parts, wanted)
     done, total = 0, sum(_nbytes(info, wanted[info.name]) for info in infos.values())
     with staged(out, hf) as folder:
-        writer = TorchDistWriter(folder)
-        for name, row in fused_rows(shape):
-            key, layer = stored_key(name)
-            full = fused_shape(shape, row)
-            for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
-                if layer is None:
-                    writer.write(key, full, box, tensor)
-                else:
-                    stacked = ((layer, layer + 1), *box)
-                    writer.write(key, (shape.num_layers, *full), stacked, tensor.unsqueeze(0))
-                done += tensor.nbytes
-                progress(done, total)
-        for name in EMPTY_STATES:
-            writer.write_empty_state(f"decoder.layers.{name}", shape.num_layers)
+        if legacy is None:
+            written = _write_torch_dist(folder, source, shape, dtypes, noted)
+        else:
+            written = write_legacy(
+                folder,
+                source,
+                shape,
+                legacy.layout,
+                profile=legacy.profile,
+                dtypes=dtypes,
+                extra={HF_DTYPES: noted},
+            )
+        for nbytes in written:
+            done += nbytes
+            progress(done, max(done, total))
         files = copy_side_files(hf, folder / "hf", dtype)
-        writer.close({HF_DTYPES: noted, "content_metadata": {"singleton_local_shards": False}})
     left_out = {info.name for info in source.tensors()} - set(infos)
     return _summary(list(infos.values()), dtype, left_out, files)
 
@@ -151,6 +163,31 @@ def megatron_to_hf(
         files = copy_side_files(template, folder, dtype)
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
     return _summary(infos, dtype, left_out, files)
+
+
+def _write_torch_dist(
+    folder: Path,
+    source: TensorSource,
+    shape: ModelShape,
+    dtypes: Mapping[str, torch.dtype],
+    noted: Mapping[str, torch.dtype],
+) -> Iterator[int]:
+    """Write the checkpoint, yielding bytes as they are written."""
+    parts = by_megatron(fused_slices(shape))
+    writer = TorchDistWriter(folder)
+    for name, row in fused_rows(shape):
+        key, layer = stored_key(name)
+        full = fused_shape(shape, row)
+        for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
+            if layer is None:
+                writer.write(key, full, box, tensor)
+            else:
+                stacked = ((layer, layer + 1), *box)
+                writer.write(key, (shape.num_layers, *full), stacked, tensor.unsqueeze(0))
+            yield tensor.nbytes
+    for name in EMPTY_STATES:
+        writer.write_empty_state(f"decoder.layers.{name}", shape.num_layers)
+    writer.close({HF_DTYPES: dict(noted), "content_metadata": {"singleton_local_shards": False}})
 
 
 def _pieces(

@@ -13,14 +13,15 @@ import torch
 
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights.accounting import valid_boxes
-from megagrpo.weights.fused import fused_rows, stored_boxes
-from megagrpo.weights.megatron_io import stored_key
+from megagrpo.weights.fused import fused_rows, stored_boxes, stored_key
+from megagrpo.weights.legacy import FILE, is_legacy, rank_files, rank_folder
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import volume, whole
 from megagrpo.weights.table import PAD_MULTIPLE, fused_shape, local_shapes, rows
 from megagrpo.weights.torch_dist import StoredTensors
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+RANK = re.compile(r"mp_rank_\d+(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,21 @@ def inspect(folder: Path, every_key: bool = False) -> list[str]:
         ]
         files = sorted(path.name for path in folder.glob("*.distcp"))
         return _report("Megatron-Core torch_dist checkpoint", folder, entries, files, every_key)
+    if is_legacy(folder):
+        ranks = rank_files(folder)
+        tp, pp = (1 + max(place[axis] for place in ranks) for axis in (0, 1))
+        entries = [
+            Entry(f"{rank_folder(*place, pp)}: {name}", shape, file.dtypes[name])
+            for place, file in ranks.items()
+            for name, shape in file.shapes.items()
+        ]
+        kind = f"Megatron-LM per-rank checkpoint, tp {tp} pp {pp}"
+        files = [f"{rank_folder(*place, pp)}/{FILE}" for place in ranks]
+        return _report(kind, folder, entries, files, every_key)
     if not any(folder.glob("*.safetensors*")):
         raise ValueError(
-            f"{folder} is no checkpoint: it holds neither .metadata (torch_dist) nor .safetensors "
-            "(HuggingFace)"
+            f"{folder} is no checkpoint: it holds neither .metadata (torch_dist) nor mp_rank_* "
+            "(per rank) nor .safetensors (HuggingFace)"
         )
     entries = [Entry(info.name, info.shape, info.dtype) for info in HFSource(folder).tensors()]
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -82,7 +94,8 @@ def _report(
     ]
     groups: dict[tuple[str, tuple[int, ...], torch.dtype, int], list[Entry]] = {}
     for entry in sorted(entries, key=_order):
-        name = entry.name if every_key else NUMBER.sub("*", entry.name)
+        shared = RANK.sub("mp_rank_*", NUMBER.sub("*", entry.name))
+        name = entry.name if every_key else shared
         groups.setdefault((name, entry.shape, entry.dtype, entry.chunks), []).append(entry)
     for (name, *_), group in groups.items():
         first = group[0]

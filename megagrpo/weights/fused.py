@@ -3,10 +3,13 @@
 That is what a distributed checkpoint holds. Left out: how it is cut into ranks (`table.py`).
 """
 
+import re
+
 from megagrpo.types import Box, Coordinates, Layout, ModelShape
 from megagrpo.weights.slices import Slice, whole
 from megagrpo.weights.table import Row, cut_axis, expand, fused_shape, placed_rows
 
+LAYER_KEY = re.compile(r"^decoder\.layers\.(\d+)\.")
 FUSED = (Layout(world=1), Coordinates(tp=0, pp=0, dp=0))
 
 
@@ -36,3 +39,11 @@ def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
             box[dim] = (start, min(start + step, (half + 1) * size))
             boxes.append(tuple(box))
     return boxes
+
+
+def stored_key(name: str) -> tuple[str, int | None]:
+    """(stored key, layer) of a fused tensor's name; layers share one stacked key."""
+    match = LAYER_KEY.match(name)
+    if match is None:
+        return name, None
+    return "decoder.layers." + name[match.end() :], int(match.group(1))

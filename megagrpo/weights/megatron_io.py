@@ -2,19 +2,19 @@
 
 A checkpoint holds the fused Megatron tensors of `table.py`; layers are stacked on a leading axis:
 "decoder.layers.mlp.linear_fc2.weight" is [layers, hidden, ffn]. It has no layout: what was saved at
-any TP and PP reads the same. The file format is in `torch_dist.py`. Left out: per-layer ("non
-homogeneous") keys and experts.
+any TP and PP reads the same. The file format is in `torch_dist.py`; per-rank files of `legacy.py`
+read the same way. Left out: per-layer ("non homogeneous") keys and experts.
 """
 
 import pickle
-import re
 from pathlib import Path
 
 import torch
 
 from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
-from megagrpo.weights.fused import fused_rows, fused_slices
+from megagrpo.weights.fused import fused_rows, fused_slices, stored_key
+from megagrpo.weights.legacy import LegacyTensors, is_legacy
 from megagrpo.weights.slices import Slice, from_megatron, gather, whole
 from megagrpo.weights.table import (
     HEAD,
@@ -26,19 +26,15 @@ from megagrpo.weights.table import (
 from megagrpo.weights.torch_dist import StoredTensors
 
 HF_DTYPES = "megagrpo_hf_dtypes"  # common.pt: dtypes of tensors stored wider than they were
-LAYER_KEY = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
-def stored_key(name: str) -> tuple[str, int | None]:
-    """(stored key, layer) of a fused tensor's name; layers share one stacked key."""
-    match = LAYER_KEY.match(name)
-    if match is None:
-        return name, None
-    return "decoder.layers." + name[match.end() :], int(match.group(1))
+def open_stored(folder: Path, shape: ModelShape) -> StoredTensors | LegacyTensors:
+    """The whole fused tensors of a checkpoint of either format."""
+    return LegacyTensors(folder, shape) if is_legacy(folder) else StoredTensors(folder)
 
 
 class MegatronSource:
-    """TensorSource over a `torch_dist` folder under HuggingFace names, saved from any layout.
+    """TensorSource over a checkpoint folder under HuggingFace names, saved from any layout.
 
     Raises ValueError if the model keys do not fit `shape` (missing and unknown ones listed;
     optimizer state and `_extra_state` are not model keys). Vocabulary padding is cut off. A stored
@@ -46,7 +42,7 @@ class MegatronSource:
     """
 
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
-        self.stored = StoredTensors(folder)
+        self.stored = open_stored(Path(folder), shape)
         fused = fused_rows(shape)
         slices = fused_slices(shape)
         manifest = hf_manifest(shape, shape.dtype)

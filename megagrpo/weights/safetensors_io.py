@@ -62,7 +62,7 @@ class HFSource:
         if box[1:] == whole(info.shape[1:]):  # full rows follow one another in the file
             result = torch.empty(extent(box), dtype=info.dtype)
             row = _bytes(info) // max(1, info.shape[0])
-            _read_into(result, self._files[name], self._offsets[name] + box[0][0] * row)
+            read_into(result, self._files[name], self._offsets[name] + box[0][0] * row)
             return result
         with safe_open(self._files[name], framework="pt") as file:
             region = file.get_slice(name)[index(box)]
@@ -116,7 +116,7 @@ def _data_offsets(path: Path) -> dict[str, int]:
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in entries}
 
 
-def _read_into(tensor: torch.Tensor, path: Path, offset: int) -> None:
+def read_into(tensor: torch.Tensor, path: Path, offset: int) -> None:
     """Fill a contiguous tensor from the file; ValueError if the file has become shorter."""
     rest = tensor.reshape(-1).view(torch.uint8).numpy().data
     with path.open("rb", buffering=0) as file:

@@ -10,8 +10,8 @@ import torch
 
 from megagrpo.types import ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_names, check_shapes
-from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes
-from megagrpo.weights.megatron_io import MegatronSource, stored_key
+from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes, stored_key
+from megagrpo.weights.megatron_io import MegatronSource
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
 from megagrpo.weights.table import (
