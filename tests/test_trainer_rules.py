@@ -25,6 +25,7 @@ from megagrpo.config_file import load_config, to_yaml
 from megagrpo.data.packing import unpack
 from megagrpo.model.build import local_parameters
 from megagrpo.model.optimizer import LRSchedule, OptimSettings
+from megagrpo.rollout.collect import Draw
 from megagrpo.trainer import policy as policy_module
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, sample_advantages
 from megagrpo.trainer.evaluate import EvaluationSettings
@@ -34,10 +35,11 @@ from megagrpo.trainer.preflight import prepare
 from megagrpo.trainer.run import RolloutSettings, Run
 from megagrpo.types import Request, Sampling
 from tests.pool import run_ranks
-from tests.tiny_models import make_hf_folder
+from tests.tiny_models import CHARACTERS, make_hf_folder
 from tests.torch_engine import AutoModelForCausalLM, build, make_place, numbers, weights, words
 
 TEMPERATURE = 0.6
+SAMPLING = Sampling(TEMPERATURE, 6, (1,))
 LAYOUTS = [(2, []), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2", "rollout.tp=2"])]
 
 
@@ -93,8 +95,10 @@ def first_batch(run: Run) -> dict[str, Any]:
 
 
 def echo_with_specials(request: Request, sampling: Sampling) -> list[int]:
-    """The prompt's number, then pad and begin-of-sequence, which no text shows, then the end."""
-    return [*request.prompt_ids[:-1], 0, 2, 1]
+    """The prompt's number, then pad and begin-of-sequence, which no text shows, then for every
+    second sample a character that spoils the echo, then the end."""
+    spoilt = [20 + request.seed // 2 % 60] * (request.seed % 2)
+    return [*request.prompt_ids[:-1], 0, 2, *spoilt, 1]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
@@ -103,7 +107,8 @@ def test_samples_keep_prompt_reward_and_ids_on_their_way_to_the_loss(
 ) -> None:
     """ADV-14: numbered prompts, reward 1 for an echo. ADV-27: the sampled ids are trained on, not
     those of the text. ADV-24: id 0 within and the end of the sampled length decide the mask."""
-    overrides = words(place, tmp_path / "run", *layout, reward="echo")
+    longer = "rollout.max_response_tokens=6"
+    overrides = words(place, tmp_path / "run", *layout, longer, reward="echo")
     results = play(world, overrides, first_batch, script=echo_with_specials)
     samples = results[0]["samples"]
     assert len(samples) == 16 and [s.group for s in samples] == [n // 4 for n in range(16)]
@@ -114,10 +119,13 @@ def test_samples_keep_prompt_reward_and_ids_on_their_way_to_the_loss(
             assert packed.setdefault(row, (result["dp"], found)) == (result["dp"], found)
     assert sorted(packed) == list(range(16))
     for row, sample in enumerate(samples):
-        assert sample.reward == 1.0 and sample.text == sample.prompt.text[:-1], sample
         prompt, ids = list(sample.prompt.ids), list(sample.completion.ids)
-        assert ids == [*prompt[:-1], 0, 2, 1]
+        seed = Draw(0, "train", 1).request_seed(sample.group, sample.member)
+        assert ids == echo_with_specials(Request(tuple(prompt), seed), SAMPLING)
+        assert sample.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2), sample
+        assert sample.reward == float(len(ids) == len(prompt) + 2), sample
         assert packed[row][1] == (prompt + ids, ids)
+    assert len({sample.reward for sample in samples}) == 2
 
 
 def test_any_end_of_sequence_id_ends_and_belongs_to_the_answer(tmp_path: Path) -> None:
@@ -681,13 +689,15 @@ def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: 
     reward = f"{{path: '{place}/reward.py:low_ids', name: r, weight: 0.25, timeout_s: 5}}"
     overrides = words(place, tmp_path / "run", *UNUSUAL, f"data.eval={place}/heldout.jsonl")
     overrides += [f"rewards=[{reward}]", "parallel.use_distributed_optimizer=false"]
-    (got,) = play(1, overrides, parts)
+    overrides += ["parallel.pp=2"]
+    got, second = play(2, overrides, parts)
+    assert got == second
     engine, loss = got["engine"], got["loss"]
     assert engine.model_folder == f"{place}/hf" and engine.dtype == torch.float32
     assert (engine.max_model_len, engine.max_num_seqs, engine.seed) == (13, 9, 12)
     assert (engine.kv_cache_gb, engine.gpu_memory_utilization) == (0.03, 0.35)
     assert engine.valid_vocab == 98
-    assert got["cut"] == CutSettings(2, 41, 1, 7)
+    assert got["cut"] == CutSettings(2, 41, 2, 7)
     assert got["advantage"] == AdvantageSettings("batch", "leave_one_out", 0.4)
     assert got["rollout"] == RolloutSettings(Sampling(0.8, 7, (1,)), 3, 12)
     assert got["draw"] == (13, 4, 6) and got["save"] == (3, 5)
