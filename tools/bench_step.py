@@ -7,10 +7,10 @@ machine; each trains the same quickstart-sized model (random weights) in the sam
 instances. The plain step is what a script on the bare libraries does: gather full tensors and
 load_weights, LLM.generate with n samples per prompt, rewards and advantages in plain Python, one
 padded batch per stage through Megatron's schedule, optimizer.step. It has no reference, report,
-checks, alarm, correction or entropy, and its engine never sleeps. The product runs with its
-defaults: log files, TensorBoard, rollout dump, entropy; no reference. Medians, the first quarter of
-the steps left out. The product's `gen` holds its sync, which is shown once more, and its rewards;
-what is missing to its step is the report. Not run on a GPU.
+checks, alarm, correction or entropy, and waking and sleeping of its engine are not timed. The
+product runs with its defaults (log files, TensorBoard, rollout dump, entropy), without a reference.
+Medians, the first quarter of the steps left out. The product's `gen` holds its sync, which is shown
+once more, and its rewards; what its phases lack to its step is the report. Not run on a GPU.
 """
 
 import argparse

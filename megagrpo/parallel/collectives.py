@@ -104,14 +104,6 @@ def patient_gather(timeout_s: float) -> Callable[[Any], list[Any]]:
     return gather
 
 
-def broadcast_object(value: T, context: ParallelContext, src: int = 0) -> T:
-    """`value` of global rank `src` on every rank; all ranks of the world join."""
-    box = [value]
-    # All ranks of the world.
-    dist.broadcast_object_list(box, src=src, group=context.cpu_group)
-    return box[0]
-
-
 def any_rank(flag: bool, context: ParallelContext) -> bool:
     """Whether `flag` is set on at least one rank of the world; all ranks join."""
     verdict = torch.tensor(int(flag), dtype=torch.int32)
