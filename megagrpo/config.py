@@ -271,6 +271,9 @@ class TrainerConfig:
         0, "steps between checkpoints; 0 saves only the last", within=NOT_NEGATIVE, first=True
     )
     keep_last: int = key(2, "checkpoints kept; at least 1", within=AT_LEAST_ONE)
+    export_hf_every: int = key(
+        0, "steps between saves that also write run_dir/hf/step_N; 0 is off", within=NOT_NEGATIVE
+    )
     resume: str = key(
         "auto",
         "auto continues the newest complete checkpoint of run_dir, never starts anew",

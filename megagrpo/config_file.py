@@ -167,6 +167,7 @@ def _check_values(config: Config) -> None:
     """Checks between keys; each message says value, limit and cure."""
     _check_counts(config)
     _check_sampling(config)
+    _check_export(config)
     parallel, optim = config.parallel, config.optim
     for name in ("vpp", "cp", "ep", "etp"):
         if getattr(parallel, name) != 1:
@@ -195,6 +196,14 @@ def _check_values(config: Config) -> None:
     names = [reward.name for reward in config.rewards if reward.name is not None]
     if len(names) != len(set(names)):
         raise ValueError(f"rewards have the same name twice: {names}; give each its own name")
+
+
+def _check_export(config: Config) -> None:
+    """An export is made of a checkpoint, so it is due only where one is."""
+    save, export = config.trainer.save_every, config.trainer.export_hf_every
+    if save and export % save:
+        said = f"trainer.export_hf_every={export} is no multiple of trainer.save_every={save}"
+        raise ValueError(f"{said}; exports are made at saves")
 
 
 def _check_required(config: Config, required: Sequence[str]) -> None:

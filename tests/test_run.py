@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megagrpo.rollout.vllm_engine  # noqa: F401  (imported once, before ranks are forked)
 from megagrpo.config_file import load_config
@@ -171,10 +172,12 @@ def test_first_rollout_and_metrics_are_equal_at_every_layout(
 
 
 def test_two_steps_resumed_by_two_equal_four_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    """CKPT-1, CKPT-3, CKPT-5, CKPT-10: weights, moments, schedule, data order, rollouts."""
+    """CKPT-1, CKPT-3, CKPT-5, CKPT-10: weights, moments, schedule, data order, rollouts. The
+    HuggingFace folders written at the saves are the checkpoints' weights."""
     words = [
         "trainer.steps=4",
         "trainer.save_every=2",
+        "trainer.export_hf_every=4",
         "optim.schedule=cosine",
         "optim.warmup_steps=1",
         "data.minibatch_prompts=2",
@@ -199,6 +202,11 @@ def test_two_steps_resumed_by_two_equal_four_bit_for_bit(place: Path, tmp_path: 
     assert got.keys() == want_tensors.keys()
     for name, value in want_tensors.items():
         assert torch.equal(got[name], value), name
+    assert [path.name for path in (resumed / "hf").iterdir()] == ["step_4"]
+    exported = load_file(resumed / "hf" / "step_4" / "model.safetensors")
+    assert exported.keys() == want_tensors.keys()
+    assert all(torch.equal(exported[name], value) for name, value in want_tensors.items())
+    assert (resumed / "hf" / "step_4" / "tokenizer.json").is_file()
     optimizer = optimizer_tensors(end)
     for name, value in optimizer_tensors(straight / "checkpoints" / "step_4").items():
         assert torch.equal(optimizer[name], value), name

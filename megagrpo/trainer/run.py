@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megagrpo import log
 from megagrpo.data.prompts import PromptSet
 from megagrpo.data.sampler import PromptSampler
@@ -20,6 +22,7 @@ from megagrpo.rollout.collect import Collector, Draw
 from megagrpo.trainer.batch import AdvantageSettings, Batch, CutSettings, make_batch
 from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megagrpo.trainer.evaluate import Evaluator
+from megagrpo.trainer.export import export_checkpoint, export_folder
 from megagrpo.trainer.phases import Phases, phase
 from megagrpo.trainer.policy import NoReference, Policy, Reference
 from megagrpo.trainer.report import Progress, StepReport
@@ -43,6 +46,8 @@ class SaveSettings:
     run_dir: Path
     every: int  # steps; 0 saves only the last
     keep_last: int
+    export_every: int  # steps; saves that also write a HuggingFace folder; 0 is off
+    dtype: torch.dtype  # of the exported weights
     hf_folder: Path  # travels with every checkpoint
     origin: dict[str, Any]  # path and digest of the reference, as saved
 
@@ -164,6 +169,12 @@ class Run:
             context=self.context,
         )
         log.info(f"saved {path}")
+        every = settings.export_every
+        if every and (step == self.steps or step % every == 0):
+            out = export_folder(settings.run_dir, step)
+            rank, gather = self.context.rank, self.collector.gather
+            export_checkpoint(path, out, settings.dtype, rank=rank, gather=gather)
+            log.info(f"exported {out}")
 
     @phase("load_checkpoint")
     def _resume(self, checkpoint: Path) -> None:

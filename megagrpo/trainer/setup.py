@@ -217,6 +217,8 @@ def _save(prepared: Prepared) -> SaveSettings:
         run_dir=Path(trainer.run_dir),
         every=trainer.save_every,
         keep_last=trainer.keep_last,
+        export_every=trainer.export_hf_every,
+        dtype=prepared.dtype,
         hf_folder=prepared.hf_folder,
         origin=prepared.origin,
     )
