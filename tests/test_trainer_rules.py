@@ -96,9 +96,9 @@ def first_batch(run: Run) -> dict[str, Any]:
 
 def echo_with_specials(request: Request, sampling: Sampling) -> list[int]:
     """The prompt's number, then pad and begin-of-sequence, which no text shows, then for every
-    second sample a character that spoils the echo, then the end."""
+    second sample a character that spoils the echo, then for most the end."""
     spoilt = [20 + request.seed // 2 % 60] * (request.seed % 2)
-    return [*request.prompt_ids[:-1], 0, 2, *spoilt, 1]
+    return [*request.prompt_ids[:-1], 0, 2, *spoilt, *[1] * (request.seed % 3 > 0)]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
@@ -123,9 +123,10 @@ def test_samples_keep_prompt_reward_and_ids_on_their_way_to_the_loss(
         seed = Draw(0, "train", 1).request_seed(sample.group, sample.member)
         assert ids == echo_with_specials(Request(tuple(prompt), seed), SAMPLING)
         assert sample.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2), sample
-        assert sample.reward == float(len(ids) == len(prompt) + 2), sample
+        assert sample.reward == float(seed % 2 == 0), sample
+        assert sample.completion.stopped == (seed % 3 > 0), sample
         assert packed[row][1] == (prompt + ids, ids)
-    assert len({sample.reward for sample in samples}) == 2
+    assert len({(sample.reward, sample.completion.stopped) for sample in samples}) == 4
 
 
 def test_any_end_of_sequence_id_ends_and_belongs_to_the_answer(tmp_path: Path) -> None:

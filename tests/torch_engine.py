@@ -36,9 +36,11 @@ def low_ids(prompts, completions, completion_ids, **columns):
     return [sum(i < 50 for i in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def echo(prompts, completions, **columns):
-    """1 where the completion is the prompt without its last character."""
-    return [float(c == p[:-1]) for p, c in zip(prompts, completions)]
+def echo(prompts, completions, answer, completion_ids, finished):
+    """1 where the completion is the prompt without its last character, by either name."""
+    for prompt, wanted, ids, done in zip(prompts, answer, completion_ids, finished, strict=True):
+        assert wanted == prompt[:-1] and done == (ids[-1] == 1), (prompt, wanted, ids, done)
+    return [float(c == a) for c, a in zip(completions, answer)]
 
 
 def ones(completions, **columns):
