@@ -454,3 +454,23 @@ def test_rewards_stay_with_their_samples_through_a_gather() -> None:
     """ADV-14: prompts numbered over two replicas, reward 1 where the completion echoes it."""
     first, second = run_ranks(2, score_own_prompts, 2)
     assert first == second == [(number, str(number), 1.0) for number in range(7) for _ in range(2)]
+
+
+def test_wait_seconds_are_those_that_collect_waited(make: Make) -> None:
+    """What a reward does while others generate costs the step nothing and is not counted."""
+    done = threading.Event()
+
+    def slow(completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(0.5)
+        done.set()
+        return [1.0] * len(completions)
+
+    runner = make(slow)
+    runner.submit(0, ["p"], ["c"], {})
+    runner.collect()
+    assert runner.take_counts().wait_seconds > 0.25
+    done.clear()
+    runner.submit(1, ["p"], ["c"], {})
+    done.wait()
+    runner.collect()
+    assert runner.take_counts().wait_seconds < 0.25

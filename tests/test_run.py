@@ -167,6 +167,8 @@ def test_first_rollout_and_metrics_are_equal_at_every_layout(
         # The weights that generated; the evaluation after the last step syncs version 2.
         assert [line["sync/version"] for line in got[1:]] == [0, 1], words
         assert got[1]["sync/digest"] != got[2]["sync/digest"], words
+        parts = ("timing_s/update_weights", "timing_s/reward")
+        assert 0 < sum(got[1][part] for part in parts) < got[1]["timing_s/gen"], words
         received = got[1]["sync/bytes_received_max"]
         assert received <= 1.05 * got[1]["sync/lower_bound_bytes"] + 1, words
 

@@ -46,6 +46,7 @@ class RewardCounts:
 
     errors: int  # raised or answered nonsense
     timeouts: int
+    wait_seconds: float = 0.0  # that `collect` waited; what ran during generation costs nothing
 
 
 class RewardRunner:
@@ -66,7 +67,7 @@ class RewardRunner:
         self._calls: dict[Hashable, list[_Call]] = {}
         self._columns: frozenset[str] | None = None  # those that `_wanted` was made for
         self._wanted: list[set[str]] = []  # arguments of every reward
-        self._errors = self._timeouts = 0
+        self._errors, self._timeouts, self._waited = 0, 0, 0.0
 
     def submit(
         self,
@@ -98,6 +99,7 @@ class RewardRunner:
 
     def collect(self) -> dict[Hashable, list[SampleScore]]:
         """Wait for all groups; scores by group, in the order of submission and of the group."""
+        start = time.perf_counter()
         collected, self._calls = self._calls, {}
         scores = {}
         for key, calls in collected.items():
@@ -105,12 +107,13 @@ class RewardRunner:
                 self._await(call, lane) for call, lane in zip(calls, self._lanes, strict=True)
             ]
             scores[key] = [self._score(answers) for answers in zip(*by_reward, strict=True)]
+        self._waited += time.perf_counter() - start
         return scores
 
     def take_counts(self) -> RewardCounts:
         """Failures since the last call; starts anew from 0."""
-        counts = RewardCounts(self._errors, self._timeouts)
-        self._errors = self._timeouts = 0
+        counts = RewardCounts(self._errors, self._timeouts, self._waited)
+        self._errors, self._timeouts, self._waited = 0, 0, 0.0
         return counts
 
     def close(self) -> None:

@@ -102,6 +102,9 @@ class Run:
                 prompts, draw, self.rollout.sampling, self.rollout.group_size
             )
         self.sync, self.counts = self.hybrid.stats, self.collector.rewards.take_counts()
+        # Both are parts of "gen": the transfer before it, and the wait for rewards after it.
+        self.phases.add("update_weights", self.sync["sync/seconds"])
+        self.phases.add("reward", self.counts.wait_seconds)
         return samples
 
     @phase("adv")
