@@ -40,6 +40,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that replaces the MLP of every layer."""
+
+    count: int
+    top_k: int  # experts per token
+    router_bias: bool = False  # a bias per expert that only steers the choice
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What the weights of a decoder look like, normalised from a HuggingFace `config.json`.
 
@@ -64,6 +73,7 @@ class ModelShape:
     rope_scaling: RopeScaling | None
     max_positions: int
     dtype: torch.dtype  # dtype that the config declares
+    experts: Experts | None = None  # ffn_hidden_size is then that of one expert
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megagrpo.model.build import ModelSettings, build_model, local_parameters
 from megagrpo.model.hf_config import read_shape
 from megagrpo.parallel.context import init_parallel
 from megagrpo.types import Layout
-from megagrpo.weights.convert import Legacy, hf_to_megatron, load_rank_, megatron_to_hf
+from megagrpo.weights.convert import hf_to_megatron, load_rank_, megatron_to_hf
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.table import padded_vocab
 from megagrpo.weights.verify import verify
@@ -31,7 +31,7 @@ FILE = "model_optim_rng.pt"
 
 def write(hf: str | Path, out: Path, tp: int, pp: int, profile: str = "te", **uneven: int) -> Path:
     layout = Layout(world=tp * pp, tp=tp, pp=pp, **uneven)
-    hf_to_megatron(Path(hf), out, read_shape(hf), legacy=Legacy(layout, profile))
+    hf_to_megatron(Path(hf), out, read_shape(hf), profile=profile, legacy=layout)
     return out
 
 
@@ -134,6 +134,19 @@ def test_megatron_core_loads_a_rank_file_strictly(
     layout = Layout(world=tp * pp, tp=tp, pp=pp)
     different = run_ranks(layout.world, megatron_core_loads, layout, hf, checkpoint)
     assert different == [[]] * layout.world
+
+
+def test_dtype_is_kept_per_tensor(tmp_path: Path) -> None:
+    """CONV-39: one float32 tensor in a bfloat16 model comes back so, and only it."""
+    hf = make_hf_folder(tmp_path / "hf", dtype=torch.bfloat16)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    source = load_file(Path(hf) / "model.safetensors")
+    source[name] = source[name].float() + 1e-6
+    save_file(source, Path(hf) / "model.safetensors", metadata={"format": "pt"})
+    write(hf, tmp_path / "megatron", 2, 2)
+    back = export(*paths(tmp_path))
+    assert [key for key, value in back.items() if value.dtype == torch.float32] == [name]
+    assert all(torch.equal(source[key], back[key]) for key in source)
 
 
 def test_uneven_stages_are_found_from_the_layers_of_the_files(tmp_path: Path) -> None:

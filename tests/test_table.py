@@ -320,8 +320,8 @@ def test_te_profile_differs_from_the_local_one_by_the_two_fused_norm_names() -> 
         "self_attention.linear_qkv.layer_norm_weight",
         "mlp.linear_fc1.layer_norm_weight",
     }
-    with pytest.raises(ValueError, match="'grouped'"):
-        local_shapes(toy(), layout, HERE, "grouped")
+    with pytest.raises(ValueError, match="'tea'"):
+        local_shapes(toy(), layout, HERE, "tea")
 
 
 def test_accounting_names_the_element_that_is_missing_twice_or_outside() -> None:

@@ -20,10 +20,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megagrpo import log
-from megagrpo.model.hf_config import DTYPES, hf_folder, read_shape
-from megagrpo.types import Layout
+from megagrpo.model import hf_config
+from megagrpo.model.hf_config import DTYPES, hf_folder
+from megagrpo.types import Layout, ModelShape
 from megagrpo.weights import describe
-from megagrpo.weights.convert import Legacy, hf_to_megatron, megatron_to_hf
+from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megagrpo.weights.table import PROFILES
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -69,9 +71,10 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     there.add_argument("--pp", type=int, help="pipeline stages; only with --format torch")
     there.add_argument(
         "--profile",
-        choices=("te", "local"),
-        help="names of norms as Transformer Engine or the local layers have them; only with "
-        "--format torch (default te)",
+        choices=PROFILES,
+        default="te",
+        help="layers that will load it: Transformer Engine's (te, default; te_grouped with grouped "
+        "experts) or megatron-core's own (local); torch_dist needs it only for experts",
     )
     back = commands.add_parser("megatron2hf", help="checkpoint of any layout -> HuggingFace folder")
     back.add_argument("--megatron", type=Path, required=True, help="checkpoint folder to read")
@@ -145,8 +148,15 @@ def run(arguments: argparse.Namespace) -> str:
     bar = Bar()
     try:
         if arguments.command == "hf2megatron":
-            legacy, shape = _legacy(arguments), read_shape(arguments.hf)
-            summary = hf_to_megatron(arguments.hf, arguments.out, shape, dtype, bar, legacy)
+            summary = hf_to_megatron(
+                arguments.hf,
+                arguments.out,
+                read_shape(arguments.hf),
+                dtype,
+                bar,
+                profile=arguments.profile,
+                legacy=_legacy(arguments),
+            )
         else:
             template = arguments.config
             if template is None:
@@ -165,11 +175,15 @@ def run(arguments: argparse.Namespace) -> str:
     return f"wrote {arguments.out}: {summary}"
 
 
-def _legacy(arguments: argparse.Namespace) -> Legacy | None:
+def read_shape(path: Path) -> ModelShape:
+    """The shape of a folder or a config.json; experts are welcome here."""
+    return hf_config.read_shape(path, with_experts=True)
+
+
+def _legacy(arguments: argparse.Namespace) -> Layout | None:
     if arguments.format == "torch":
-        layout = _layout(arguments) or Layout(world=1)
-        return Legacy(layout, arguments.profile or "te")
-    for name in ("tp", "pp", "profile"):
+        return _layout(arguments) or Layout(world=1)
+    for name in ("tp", "pp"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} has no effect with --format torch_dist; leave it out")
     return None

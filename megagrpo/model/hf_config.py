@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megagrpo import log
-from megagrpo.types import ModelShape, RopeScaling
+from megagrpo.types import Experts, ModelShape, RopeScaling
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -20,10 +20,14 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MOE_FAMILIES = {"Qwen3MoeForCausalLM": "qwen3_moe", "MixtralForCausalLM": "mixtral"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # transformers documents these for a config that leaves the field out
-DEFAULT_ROPE_THETA = dict.fromkeys(FAMILIES.values(), 10000.0)
+DEFAULT_ROPE_THETA = dict.fromkeys([*FAMILIES.values(), "qwen3_moe"], 10000.0)
+DEFAULT_ROPE_THETA["mixtral"] = 1e6
 DEFAULT_HEAD_DIM = {"qwen3": 128}
+FFN_KEY = {"qwen3_moe": "moe_intermediate_size"}
+EXPERT_KEY = "num_local_experts"
 DEFAULT_SLIDING_WINDOW = {"mistral": 4096}
 
 
@@ -45,16 +49,17 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
     return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
-def read_shape(folder: str | Path) -> ModelShape:
+def read_shape(folder: str | Path, *, with_experts: bool = False) -> ModelShape:
     """The model shape that `config.json` of this folder (or of its subfolder `hf`) describes;
     `folder` may also be that file itself.
 
+    Models with experts are refused unless `with_experts`: they convert but do not train here.
     Raises ValueError, naming field and value, for anything that is missing or not supported.
     """
     path = Path(folder) if Path(folder).is_file() else hf_folder(folder) / "config.json"
     config = _read_json(path)
     try:
-        return _shape(config)
+        return _shape(config, with_experts)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -97,8 +102,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _shape(config: dict[str, Any]) -> ModelShape:
-    architecture, family = _architecture(config)
+def _shape(config: dict[str, Any], with_experts: bool) -> ModelShape:
+    architecture, family = _architecture(config, with_experts)
     _refuse_unsupported(config, family)
     heads = _integer(config, "num_attention_heads")
     hidden = _integer(config, "hidden_size")
@@ -113,29 +118,53 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         family=family,
         num_layers=_integer(config, "num_hidden_layers"),
         hidden_size=hidden,
-        ffn_hidden_size=_integer(config, "intermediate_size"),
+        ffn_hidden_size=_integer(config, FFN_KEY.get(family, "intermediate_size")),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_head_dim(config, family, hidden, heads),
         vocab_size=_integer(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_eps=_number(config, "rms_norm_eps"),
         rope_theta=_rope_theta(config, family),
         rope_scaling=_rope_scaling(config),
         max_positions=_integer(config, "max_position_embeddings"),
         dtype=_dtype(config),
+        experts=_experts(config, family),
     )
 
 
-def _architecture(config: dict[str, Any]) -> tuple[str, str]:
+def _experts(config: dict[str, Any], family: str) -> Experts | None:
+    """Experts in every layer, or none at all; ValueError for a mixture of both kinds of layers."""
+    if family not in MOE_FAMILIES.values():
+        return None
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"mlp_only_layers={config.get('mlp_only_layers')!r}, decoder_sparse_step="
+            f"{config.get('decoder_sparse_step')!r}: only experts in every layer are supported"
+        )
+    key = "num_experts" if family == "qwen3_moe" and "num_experts" in config else EXPERT_KEY
+    return Experts(
+        count=_integer(config, key),
+        top_k=_integer(config, "num_experts_per_tok"),
+        router_bias=bool(config.get("moe_router_enable_expert_bias", False)),
+    )
+
+
+def _architecture(config: dict[str, Any], with_experts: bool) -> tuple[str, str]:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures={names!r}; exactly one of {', '.join(FAMILIES)} is needed")
-    if names[0] not in FAMILIES:
-        raise ValueError(f"architecture {names[0]!r} is not supported; use {', '.join(FAMILIES)}")
-    return names[0], FAMILIES[names[0]]
+    if names[0] in MOE_FAMILIES and not with_experts:
+        raise ValueError(
+            f"architecture {names[0]!r} has experts: not in this version; tools/convert_hf.py "
+            "converts it"
+        )
+    families = FAMILIES | MOE_FAMILIES if with_experts else FAMILIES
+    if names[0] not in families:
+        raise ValueError(f"architecture {names[0]!r} is not supported; use {', '.join(families)}")
+    return names[0], families[names[0]]
 
 
 def _refuse_unsupported(config: dict[str, Any], family: str) -> None:
@@ -147,7 +176,7 @@ def _refuse_unsupported(config: dict[str, Any], family: str) -> None:
         if config.get(key) and (family, key) != ("qwen2", "attention_bias"):
             raise ValueError(f"{key}=true is not supported for {family}")
     experts = [key for key in ("num_experts", "num_local_experts") if config.get(key)]
-    if experts:
+    if experts and family not in MOE_FAMILIES.values():
         raise ValueError(f"{experts[0]}={config[experts[0]]}: mixtures of experts not supported")
     if config.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={config['partial_rotary_factor']} not supported")
@@ -163,10 +192,10 @@ def _refuse_sliding_window(config: dict[str, Any], family: str) -> None:
     if other:
         raise ValueError(f"layer_types contains {other[0]!r}; only 'full_attention' is supported")
     window = config.get("sliding_window", DEFAULT_SLIDING_WINDOW.get(family))
-    switched = family == "mistral" or bool(config.get("use_sliding_window", False))
+    switched = family in ("mistral", "mixtral") or bool(config.get("use_sliding_window", False))
     if family == "llama" or not switched or window is None:
         return
-    if family != "mistral" and config.get("max_window_layers", 0) >= _integer(
+    if family not in ("mistral", "mixtral") and config.get("max_window_layers", 0) >= _integer(
         config, "num_hidden_layers"
     ):
         return  # Qwen: layers below max_window_layers attend fully

@@ -8,17 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo
+from megagrpo.weights.rows import EMBEDDING, HEAD, HF_EMBEDDING, rows
 from megagrpo.weights.slices import Slice, check_cover, whole
-from megagrpo.weights.table import (
-    EMBEDDING,
-    HEAD,
-    HF_EMBEDDING,
-    PAD_MULTIPLE,
-    expand,
-    hf_manifest,
-    local_shapes,
-)
+from megagrpo.weights.table import PAD_MULTIPLE, expand, hf_manifest, local_shapes
 
+LAYER = re.compile(r"\.\d+\.")
 # Never weights: state of Transformer Engine, by exact suffix.
 EXTRA_STATE = re.compile(r"\._extra_state(/.*)?$")
 
@@ -94,19 +88,23 @@ def check_layout(
                 ranks = holders.setdefault(piece.hf, {}).setdefault(f"{pp}/{piece.megatron}", {})
                 ranks.setdefault(tp, []).append(piece.hf_box)
     manifest = {info.name: info for info in hf_manifest(shape, shape.dtype)}
+    copied = {hf for row in rows(shape) if row.kind == "replicated" for hf in row.hf}
     check_names("HuggingFace", manifest, holders)
     for name, tensors in holders.items():
         copies = 2 if shape.tied and layout.pp > 1 and name == HF_EMBEDDING else 1
         if len(tensors) != copies:
             raise ValueError(f"{name} is held by {sorted(tensors)}, expected {copies} holder(s)")
         for ranks in tensors.values():
-            _check_holder(manifest[name], ranks, layout.tp)
+            everywhere = LAYER.sub(".{i}.", name, count=1) in copied
+            _check_holder(manifest[name], ranks, layout.tp, everywhere)
 
 
-def _check_holder(info: TensorInfo, ranks: Mapping[int, list[Box]], tp: int) -> None:
+def _check_holder(
+    info: TensorInfo, ranks: Mapping[int, list[Box]], tp: int, everywhere: bool
+) -> None:
     full = whole(info.shape)
-    if len(info.shape) == 1 and all(boxes == [full] for boxes in ranks.values()):
-        if len(ranks) != tp:
+    if everywhere:
+        if len(ranks) != tp or any(boxes != [full] for boxes in ranks.values()):
             raise ValueError(f"{info.name} is replicated on ranks {sorted(ranks)} of {tp}")
         return
     check_cover(full, [box for boxes in ranks.values() for box in boxes], info.name)

@@ -15,16 +15,29 @@ import torch
 
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
+from megagrpo.weights.experts import open_hf
 from megagrpo.weights.folders import copy_side_files, staged
-from megagrpo.weights.fused import FUSED, fused_rows, fused_slices, stored_boxes, stored_key
+from megagrpo.weights.fused import (
+    FUSED,
+    LOCAL_NORM,
+    fused_rows,
+    fused_slices,
+    stacked_box,
+    stacked_shape,
+    stored_boxes,
+    stored_key,
+)
+from megagrpo.weights.legacy import HF_DTYPES
 from megagrpo.weights.legacy_write import write_legacy
-from megagrpo.weights.megatron_io import HF_DTYPES, MegatronSource
-from megagrpo.weights.safetensors_io import HFSource, HFWriter
+from megagrpo.weights.megatron_io import MegatronSource
+from megagrpo.weights.rows import EMBEDDING, HEAD, Row
+from megagrpo.weights.safetensors_io import HFWriter
 from megagrpo.weights.slices import (
     Part,
     Slice,
     by_megatron,
     cast,
+    extent,
     from_hf,
     gather,
     index,
@@ -33,25 +46,12 @@ from megagrpo.weights.slices import (
     volume,
     whole,
 )
-from megagrpo.weights.table import (
-    EMBEDDING,
-    HEAD,
-    PAD_MULTIPLE,
-    Row,
-    expand,
-    fused_shape,
-    local_shapes,
-)
+from megagrpo.weights.table import PAD_MULTIPLE, expand, fused_shape, local_shapes
 from megagrpo.weights.torch_dist import TorchDistWriter
 from megagrpo.weights.verify import check_source
 
 # Modules of Megatron's local layer spec that keep an (empty) extra state in checkpoints.
-EMPTY_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+ATTENTION_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 BLOCK_BYTES = 4 << 20  # rows written at a time: small enough to stay in the processor's cache
 Progress = Callable[[int, int], object]
 """progress(bytes done, bytes in all) is called after every piece that was written."""
@@ -59,14 +59,6 @@ Progress = Callable[[int, int], object]
 
 def unseen(done: int, total: int) -> None:
     """A Progress that nobody looks at."""
-
-
-@dataclass(frozen=True)
-class Legacy:
-    """Per-rank files for this layout, with this naming profile ("te" or "local")."""
-
-    layout: Layout
-    profile: str = "te"
 
 
 @dataclass(frozen=True)
@@ -93,18 +85,22 @@ def hf_to_megatron(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
     progress: Progress = unseen,
-    legacy: Legacy | None = None,
+    *,
+    profile: str = "te",
+    legacy: Layout | None = None,
 ) -> Summary:
-    """Write `out`, a torch_dist checkpoint (per-rank files if `legacy`), from the HuggingFace
-    folder `hf`; side files go to out/hf.
+    """Write `out`, a torch_dist checkpoint (per-rank files for the layout `legacy`), from the
+    HuggingFace folder `hf`; side files go to out/hf.
 
+    `profile` names parameters as the layers that will load them: of Transformer Engine ("te",
+    "te_grouped") or of megatron-core ("local"); in torch_dist it matters to models with experts.
     Every tensor keeps its dtype unless `dtype` is given: a fused tensor is stored in a dtype that
     holds all of its parts exactly, and parts that were narrower are noted. Raises ValueError before
     anything is written if the source does not fit `shape`.
     """
-    source = HFSource(hf)
+    source = open_hf(hf, shape)
     if legacy is not None:
-        check_layout(shape, legacy.layout, legacy.profile)
+        check_layout(shape, legacy, profile)
     check_layout(shape, FUSED[0], "te", multiple=1)
     infos = {info.name: info for info in check_source(source, shape)}
     parts = by_megatron(fused_slices(shape))
@@ -113,14 +109,14 @@ def hf_to_megatron(
     done, total = 0, sum(_nbytes(info, wanted[info.name]) for info in infos.values())
     with staged(out, hf) as folder:
         if legacy is None:
-            written = _write_torch_dist(folder, source, shape, dtypes, noted)
+            written = _write_torch_dist(folder, source, shape, dtypes, noted, profile)
         else:
             written = write_legacy(
                 folder,
                 source,
                 shape,
-                legacy.layout,
-                profile=legacy.profile,
+                legacy,
+                profile=profile,
                 dtypes=dtypes,
                 extra={HF_DTYPES: noted},
             )
@@ -171,22 +167,27 @@ def _write_torch_dist(
     shape: ModelShape,
     dtypes: Mapping[str, torch.dtype],
     noted: Mapping[str, torch.dtype],
+    profile: str,
 ) -> Iterator[int]:
     """Write the checkpoint, yielding bytes as they are written."""
     parts = by_megatron(fused_slices(shape))
     writer = TorchDistWriter(folder)
     for name, row in fused_rows(shape):
-        key, layer = stored_key(name)
-        full = fused_shape(shape, row)
+        key, place = stored_key(name)
+        full = stacked_shape(shape, key, fused_shape(shape, row))
+        kept = key if profile == "te" else LOCAL_NORM.get(key, key)
         for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
-            if layer is None:
-                writer.write(key, full, box, tensor)
-            else:
-                stacked = ((layer, layer + 1), *box)
-                writer.write(key, (shape.num_layers, *full), stacked, tensor.unsqueeze(0))
+            stacked = stacked_box(place, box)
+            writer.write(kept, full, stacked, tensor.view(extent(stacked)))
             yield tensor.nbytes
-    for name in EMPTY_STATES:
-        writer.write_empty_state(f"decoder.layers.{name}", shape.num_layers)
+    for name in ATTENTION_STATES:
+        writer.write_empty_states(f"decoder.layers.{name}", (shape.num_layers,))
+    for name in ("linear_fc1", "linear_fc2"):
+        if shape.experts is None:
+            writer.write_empty_states(f"decoder.layers.mlp.{name}", (shape.num_layers,))
+        else:
+            counts = (shape.num_layers, shape.experts.count)
+            writer.write_empty_states(f"decoder.layers.mlp.experts.experts.{name}", counts)
     writer.close({HF_DTYPES: dict(noted), "content_metadata": {"singleton_local_shards": False}})
 
 

@@ -13,11 +13,12 @@ import torch
 
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights.accounting import valid_boxes
-from megagrpo.weights.fused import fused_rows, stored_boxes, stored_key
+from megagrpo.weights.fused import fused_rows, stacked_shape, stored_boxes, stored_key
 from megagrpo.weights.legacy import FILE, is_legacy, rank_files, rank_folder
+from megagrpo.weights.rows import rows
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import volume, whole
-from megagrpo.weights.table import PAD_MULTIPLE, fused_shape, local_shapes, rows
+from megagrpo.weights.table import PAD_MULTIPLE, fused_shape, local_shapes
 from megagrpo.weights.torch_dist import StoredTensors
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -114,6 +115,10 @@ def _order(entry: Entry) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
+def _shared(name: str) -> str:
+    return NUMBER.sub("*", name)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -122,18 +127,18 @@ def plan(shape: ModelShape, layout: Layout | None = None) -> list[str]:
     """Which stored tensor is made of which HuggingFace tensors; with a layout also what every rank
     gets of it, in the config's dtype. Raises ValueError if the model cannot be cut that way."""
     lines = [f"{shape.architecture}, {shape.num_layers} layers, {_name(shape.dtype)}"]
-    numbered = dict(fused_rows(shape))
-    stored = {name: row for name, row in numbered.items() if stored_key(name)[1] in (None, 0)}
-    for name, row in stored.items():
-        key, layer = stored_key(name)
-        full = fused_shape(shape, row)
-        stacked = full if layer is None else (shape.num_layers, *full)
+    for name, row in fused_rows(shape):
+        key, place = stored_key(name)
+        if any(place):
+            continue  # layer 0, expert 0 speaks for all
+        stacked = stacked_shape(shape, key, fused_shape(shape, row))
         pieces = len(stored_boxes(shape, row))
-        each = "" if layer is None else " a layer"
+        each = ("", " a layer", " an expert")[len(place)]
+        sources = [_shared(hf.format(i="*")) if len(place) == 2 else hf for hf in row.hf]
         lines += [
             f"  {key}  {list(stacked)}  {size(volume(whole(stacked)) * shape.dtype.itemsize)}",
             f"    {row.kind}, {pieces} piece{'s' if pieces > 1 else ''}{each}, from "
-            f"{', '.join(name.format(i='*') for name in row.hf)}",
+            f"{', '.join(source.format(i='*') for source in sources)}",
         ]
     return lines + ([] if layout is None else list(_ranks(shape, layout)))
 
@@ -153,7 +158,7 @@ def _ranks(shape: ModelShape, layout: Layout) -> Iterable[str]:
         if coords.tp == 0:
             filled = valid_boxes(shape, shapes, coords.tp)
             for name, full in shapes.items():
-                if stored_key(name)[1] in (None, 0):
-                    kind = kinds[NUMBER.sub("{i}", name)]
+                if not any(stored_key(name)[1]):
+                    kind = kinds[NUMBER.sub("{i}", name, count=1)]
                     of = f", vocabulary padded to a multiple of {PAD_MULTIPLE}" * (name in filled)
                     yield f"    {name}  {list(full)}  {kind}{of}"

@@ -6,10 +6,17 @@ That is what a distributed checkpoint holds. Left out: how it is cut into ranks 
 import re
 
 from megagrpo.types import Box, Coordinates, Layout, ModelShape
+from megagrpo.weights.rows import Row
 from megagrpo.weights.slices import Slice, whole
-from megagrpo.weights.table import Row, cut_axis, expand, fused_shape, placed_rows
+from megagrpo.weights.table import cut_axis, expand, fused_shape, placed_rows
 
+EXPERT_KEY = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.")
 LAYER_KEY = re.compile(r"^decoder\.layers\.(\d+)\.")
+# With experts the norm belongs to no linear; megatron-core's local layers still store it as if it
+# did (their sharded_state_dict_keys_map), Transformer Engine's under its own name.
+LOCAL_NORM = {
+    "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+}
 FUSED = (Layout(world=1), Coordinates(tp=0, pp=0, dp=0))
 
 
@@ -27,6 +34,8 @@ def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
     """The fused tensor in up to `count` pieces along the axis of tensor parallelism, for storage:
     a reader of a distributed checkpoint loads whole stored pieces."""
     full = fused_shape(shape, row)
+    if ".local_experts." in row.megatron:
+        count = 1  # an expert is a piece by itself
     if row.kind == "replicated":
         return [whole(full)]
     dim, halves = cut_axis(row)
@@ -41,9 +50,30 @@ def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
     return boxes
 
 
-def stored_key(name: str) -> tuple[str, int | None]:
-    """(stored key, layer) of a fused tensor's name; layers share one stacked key."""
+def stored_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """(stored key, place in it) of a fused tensor's name: layers share one stacked key, and so do
+    the experts of all layers, under (layer, expert)."""
     match = LAYER_KEY.match(name)
     if match is None:
-        return name, None
-    return "decoder.layers." + name[match.end() :], int(match.group(1))
+        return name, ()
+    layer, rest = int(match.group(1)), name[match.end() :]
+    expert = EXPERT_KEY.match(rest)
+    if expert is None:
+        return f"decoder.layers.{rest}", (layer,)
+    key = f"decoder.layers.mlp.experts.experts.{rest[expert.end() :]}"
+    return key, (layer, int(expert.group(1)))
+
+
+def stacked_shape(shape: ModelShape, key: str, full: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a stored key whose every layer (and expert) has shape `full`."""
+    if not key.startswith("decoder.layers."):
+        return full
+    if ".experts." not in key:
+        return (shape.num_layers, *full)
+    assert shape.experts is not None, f"{key} in a model without experts"
+    return (shape.num_layers, shape.experts.count, *full)
+
+
+def stacked_box(place: tuple[int, ...], box: Box) -> Box:
+    """The box of a fused tensor inside its stored key."""
+    return (*((at, at + 1) for at in place), *box)

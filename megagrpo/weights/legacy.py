@@ -2,8 +2,8 @@
 
 Each holds {"model": that rank's parameters, "args": argparse.Namespace, "checkpoint_version": 3.0}.
 The layout comes from the folder names and from the layers that each file holds, the naming profile
-("te" or "local") from the names; `args` is written for Megatron-LM and never read. Pickles are
-untrusted: tensors, plain values and the few classes below load, anything else is refused by name.
+("te", "te_grouped" or "local") from the names; `args` is for Megatron-LM and never read. Pickles
+are untrusted: tensors, plain values and the few classes below load, the rest is refused by name.
 Written by `legacy_write.py`. Left out, and refused: virtual pipeline stages, expert parallelism.
 """
 
@@ -22,7 +22,8 @@ from torch.serialization import safe_globals
 
 from megagrpo.types import Box, Layout, ModelShape
 from megagrpo.weights.accounting import EXTRA_STATE, check_names, check_shapes
-from megagrpo.weights.fused import stored_key
+from megagrpo.weights.fused import stacked_box, stacked_shape, stored_key
+from megagrpo.weights.rows import EMBEDDING, HEAD
 from megagrpo.weights.safetensors_io import read_into
 from megagrpo.weights.slices import (
     Part,
@@ -34,17 +35,12 @@ from megagrpo.weights.slices import (
     volume,
     whole,
 )
-from megagrpo.weights.table import (
-    EMBEDDING,
-    HEAD,
-    fused_shape,
-    local_shapes,
-    placed_rows,
-    rank_cuts,
-)
+from megagrpo.weights.table import fused_shape, local_shapes, placed_rows, rank_cuts
 
+HF_DTYPES = "megagrpo_hf_dtypes"  # dtypes of tensors stored wider than they were, as noted
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
+GROUPED = re.compile(r"\.mlp\.experts\.linear_fc1\.weight\d+$")
 FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 
 
@@ -94,7 +90,9 @@ class RankFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        tensors = _places(path)
+        content = _content(path)
+        tensors = _places(path, content)
+        self.noted: dict[str, torch.dtype] = dict(content.get(HF_DTYPES, {}))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self._starts: dict[str, int] = {}
@@ -114,8 +112,8 @@ class RankFile:
         return rows[(slice(None), *index(box[1:]))]
 
 
-def _places(path: Path) -> dict[str, torch.Tensor]:
-    """The file's parameters without their numbers; torch notes where in the file those are."""
+def _content(path: Path) -> dict[str, Any]:
+    """The file without the tensors' numbers; torch notes where in the file those are."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     if not zipfile.is_zipfile(path):
@@ -129,6 +127,10 @@ def _places(path: Path) -> dict[str, torch.Tensor]:
         virtual = isinstance(content, dict) and "model0" in content
         what = "virtual pipeline stages (model0, ...)" if virtual else "no entry 'model'"
         raise ValueError(f"{path} has {what}; only a single model per rank is read")
+    return content
+
+
+def _places(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
     named = content["model"].items()
     tensors = {name: value for name, value in named if not EXTRA_STATE.search(str(name))}
     for name, value in tensors.items():
@@ -155,6 +157,7 @@ class LegacyTensors:
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         home = _iteration(folder)
         self._files = rank_files(folder)
+        self.noted = {name: d for file in self._files.values() for name, d in file.noted.items()}
         self.layout = _layout(home, self._files, shape)
         self.profile = _profile(self._files)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -183,7 +186,6 @@ class LegacyTensors:
         place = (coords.tp, coords.pp)
         file, where = self._files[place], f"{home / rank_folder(*place, self.layout.pp)}:"
         rows = next((file.shapes[name][0] for name in (EMBEDDING, HEAD) if name in file.shapes), 1)
-        layers = shape.num_layers
         expected = local_shapes(shape, self.layout, coords, self.profile, multiple=rows)
         check_names(where, expected, file.shapes)
         check_shapes(where, expected, file.shapes)
@@ -191,8 +193,7 @@ class LegacyTensors:
         for row, name, layer in placed:
             key, number = stored_key(row.megatron.format(i=layer))
             full = fused_shape(shape, row)
-            before: Box = () if number is None else ((layer, layer + 1),)
-            size = full if number is None else (layers, *full)
+            size = stacked_shape(shape, key, full)
             if self.shapes.setdefault(key, size) != size:
                 raise ValueError(f"{where} {name} does not fit the other ranks")
             self.dtypes[key] = torch.promote_types(
@@ -206,8 +207,8 @@ class LegacyTensors:
                 inside = intersect(fused, whole(full))  # the rest is vocabulary padding
                 if inside is not None:
                     source = translate(inside, fused, local)
-                    one: Box = () if number is None else ((0, 1),)
-                    part = Part((*before, *inside), f"{rank}/{name}", (*one, *source))
+                    one = stacked_box((0,) * len(number), source)
+                    part = Part(stacked_box(number, inside), f"{rank}/{name}", one)
                     self._parts.setdefault(key, []).append(part)
 
     def _check_copy(self, name: str, place: tuple[int, int]) -> None:
@@ -258,7 +259,7 @@ def _layout(home: Path, files: Mapping[tuple[int, int], RankFile], shape: ModelS
 
 
 def _profile(files: Mapping[tuple[int, int], RankFile]) -> str:
-    fused = any(
-        name.endswith(".layer_norm_weight") for file in files.values() for name in file.shapes
-    )
-    return "te" if fused else "local"
+    names = [name for file in files.values() for name in file.shapes]
+    if any(GROUPED.search(name) for name in names):
+        return "te_grouped"
+    return "te" if any(name.endswith(".layer_norm_weight") for name in names) else "local"

@@ -17,6 +17,7 @@ from megagrpo.types import Box, Layout, ModelShape, TensorSource
 from megagrpo.weights.accounting import valid_boxes
 from megagrpo.weights.fused import stored_key
 from megagrpo.weights.legacy import FILE, TRACKER, rank_folder
+from megagrpo.weights.rows import EMBEDDING, EMBEDDING_ROW, HEAD
 from megagrpo.weights.slices import (
     Part,
     by_megatron,
@@ -30,7 +31,7 @@ from megagrpo.weights.slices import (
     volume,
     whole,
 )
-from megagrpo.weights.table import EMBEDDING, EMBEDDING_ROW, HEAD, expand, local_shapes, placed_rows
+from megagrpo.weights.table import expand, local_shapes, placed_rows
 
 BLOCK_BYTES = 4 << 20
 
@@ -90,7 +91,8 @@ def _reserve(path: Path, empty: Mapping[str, torch.Tensor], extra: Mapping[str, 
 def _has(name: str) -> bool:
     """Whether the parameter's module keeps an `_extra_state`: Megatron's and TE's linear layers."""
     linear = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
-    return name.endswith(".weight") and name.split(".")[-2] in linear
+    leaf = name.split(".")[-1]
+    return leaf in ("weight", "weight0") and name.split(".")[-2] in linear
 
 
 def _starts(path: Path, count: int) -> list[int]:
@@ -151,6 +153,9 @@ def arguments(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        num_experts=None if shape.experts is None else shape.experts.count,
+        moe_ffn_hidden_size=None if shape.experts is None else shape.ffn_hidden_size,
+        moe_router_topk=2 if shape.experts is None else shape.experts.top_k,
         consumed_train_samples=0,
         consumed_valid_samples=0,
         iteration=0,

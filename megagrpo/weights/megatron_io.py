@@ -3,7 +3,7 @@
 A checkpoint holds the fused Megatron tensors of `table.py`; layers are stacked on a leading axis:
 "decoder.layers.mlp.linear_fc2.weight" is [layers, hidden, ffn]. It has no layout: what was saved at
 any TP and PP reads the same. The file format is in `torch_dist.py`; per-rank files of `legacy.py`
-read the same way. Left out: per-layer ("non homogeneous") keys and experts.
+read the same way. Left out: per-layer ("non homogeneous") keys.
 """
 
 import pickle
@@ -13,19 +13,19 @@ import torch
 
 from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
-from megagrpo.weights.fused import fused_rows, fused_slices, stored_key
-from megagrpo.weights.legacy import LegacyTensors, is_legacy
-from megagrpo.weights.slices import Slice, from_megatron, gather, whole
-from megagrpo.weights.table import (
-    HEAD,
-    HEAD_ROW,
-    HF_HEAD,
-    fused_shape,
-    hf_manifest,
+from megagrpo.weights.fused import (
+    LOCAL_NORM,
+    fused_rows,
+    fused_slices,
+    stacked_box,
+    stacked_shape,
+    stored_key,
 )
+from megagrpo.weights.legacy import HF_DTYPES, LegacyTensors, is_legacy
+from megagrpo.weights.rows import HEAD, HEAD_ROW, HF_HEAD
+from megagrpo.weights.slices import Slice, from_megatron, gather, whole
+from megagrpo.weights.table import fused_shape, hf_manifest
 from megagrpo.weights.torch_dist import StoredTensors
-
-HF_DTYPES = "megagrpo_hf_dtypes"  # common.pt: dtypes of tensors stored wider than they were
 
 
 def open_stored(folder: Path, shape: ModelShape) -> StoredTensors | LegacyTensors:
@@ -52,13 +52,19 @@ class MegatronSource:
             slices.append(Slice(HF_HEAD, full, HEAD, full))
             manifest.append(TensorInfo(HF_HEAD, fused_shape(shape, HEAD_ROW), shape.dtype))
         keys = [key for key in self.stored.shapes if not EXTRA_STATE.search(key)]
-        check_names(f"{folder}", {stored_key(name)[0] for name, _ in fused}, keys)
+        wanted = {name: stored_key(name)[0] for name, _ in fused}
+        check_names(f"{folder}", {self.kept(key) for key in wanted.values()}, keys)
         for name, row in fused:
-            self._check_shape(name, fused_shape(shape, row), shape.num_layers, row.kind == "vocab")
+            stacked = stacked_shape(shape, wanted[name], fused_shape(shape, row))
+            self._check_shape(name, stacked, row.kind == "vocab")
         self._slices: dict[str, list[Slice]] = {}
         for piece in slices:
             self._slices.setdefault(piece.hf, []).append(piece)
-        narrow = _recorded_dtypes(Path(folder))
+        narrow = (
+            self.stored.noted
+            if isinstance(self.stored, LegacyTensors)
+            else _recorded_dtypes(Path(folder))
+        )
         self._infos = {
             info.name: TensorInfo(
                 info.name, info.shape, narrow.get(info.name, self._stored_dtype(info.name))
@@ -79,19 +85,22 @@ class MegatronSource:
 
     def read_fused(self, name: str, box: Box) -> torch.Tensor:
         """That region of a fused Megatron tensor, in the stored dtype."""
-        key, layer = stored_key(name)
-        if layer is None:
-            return self.stored.read(key, box)
-        return self.stored.read(key, ((layer, layer + 1), *box))[0]
+        key, place = stored_key(name)
+        region = self.stored.read(self.kept(key), stacked_box(place, box))
+        return region[(0,) * len(place)]
+
+    def kept(self, key: str) -> str:
+        """The name under which this checkpoint keeps a stored key."""
+        return key if key in self.stored.shapes else LOCAL_NORM.get(key, key)
 
     def _stored_dtype(self, hf: str) -> torch.dtype:
-        return self.stored.dtypes[stored_key(self._slices[hf][0].megatron)[0]]
+        return self.stored.dtypes[self.kept(stored_key(self._slices[hf][0].megatron)[0])]
 
-    def _check_shape(self, name: str, shape: tuple[int, ...], layers: int, vocab: bool) -> None:
-        key, layer = stored_key(name)
-        expected = shape if layer is None else (layers, *shape)
+    def _check_shape(self, name: str, expected: tuple[int, ...], vocab: bool) -> None:
+        key = self.kept(stored_key(name)[0])
         found = self.stored.shapes[key]
-        fits = found == expected or (vocab and found[0] > shape[0] and found[1:] == shape[1:])
+        more = vocab and found[0] > expected[0] and found[1:] == expected[1:]
+        fits = found == expected or more
         if not fits:
             raise ValueError(f"{key} has shape {list(found)}, expected {list(expected)}")
 

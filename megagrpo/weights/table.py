@@ -8,93 +8,19 @@ A row's *fused* tensor is the Megatron tensor without any cut, as a distributed 
 QKV per query group [q of the group, k, v], gate rows before up rows. A tensor-parallel rank holds
 cuts of the fused tensor. Vocabulary rows beyond the model's own are padding: no slice, zero.
 
-Left out: experts, latent attention, virtual pipeline stages.
+Left out: latent attention, virtual pipeline stages, expert parallelism.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo
+from megagrpo.weights.rows import EMBEDDING_ROW, Row, rows
 from megagrpo.weights.slices import Slice, intersect, translate, whole
 
+PROFILES = ("local", "te", "te_grouped")
 PAD_MULTIPLE = 8  # vocabulary rows per tensor-parallel rank are a multiple of this
-EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-HF_EMBEDDING = "model.embed_tokens.weight"
-HF_HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of parameter; "{i}" stands for the layer (global in HF, of the stage in Megatron).
-
-    Kinds: replicated; column and qkv (fused rows cut evenly); row (columns cut evenly); vocab
-    (rows cut evenly after padding); gate_up (each half cut evenly).
-    """
-
-    kind: str
-    megatron: str  # canonical name: norms under the linear that follows them (fused, as TE)
-    hf: tuple[str, ...]
-    where: str = "layer"  # "first" stage, "layer", "last" stage
-    local: str | None = None  # name in the local spec where it differs from the canonical one
-
-
-def _layer(kind: str, megatron: str, *hf: str, local: str | None = None) -> Row:
-    base, hf_base = "decoder.layers.{i}.", "model.layers.{i}."
-    return Row(
-        kind,
-        base + megatron,
-        tuple(hf_base + name for name in hf),
-        local=base + local if local else None,
-    )
-
-
-def _qkv(leaf: str) -> tuple[str, ...]:
-    return tuple(f"self_attn.{letter}_proj.{leaf}" for letter in "qkv")
-
-
-EMBEDDING_ROW = Row("vocab", EMBEDDING, (HF_EMBEDDING,), where="first")
-LAYER_ROWS = (
-    _layer(
-        "replicated",
-        "self_attention.linear_qkv.layer_norm_weight",
-        "input_layernorm.weight",
-        local="input_layernorm.weight",
-    ),
-    _layer("qkv", "self_attention.linear_qkv.weight", *_qkv("weight")),
-    _layer("qkv", "self_attention.linear_qkv.bias", *_qkv("bias")),
-    _layer("replicated", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    _layer("replicated", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    _layer("row", "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-    _layer(
-        "replicated",
-        "mlp.linear_fc1.layer_norm_weight",
-        "post_attention_layernorm.weight",
-        local="pre_mlp_layernorm.weight",
-    ),
-    _layer("gate_up", "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer("row", "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
-)
-FINAL_ROW = Row("replicated", "decoder.final_layernorm.weight", ("model.norm.weight",), "last")
-HEAD_ROW = Row("vocab", HEAD, (HF_HEAD,), where="last")
-TIED_HEAD_ROW = Row("vocab", HEAD, (HF_EMBEDDING,), where="last")
-
-
-def rows(shape: ModelShape, stages: int = 1) -> list[Row]:
-    """The rows that this model has on `stages` pipeline stages, in HuggingFace order.
-
-    A tied head is a tensor of its own only where the last stage is not the first.
-    """
-    absent = set()
-    if not shape.qkv_bias:
-        absent.add("linear_qkv.bias")
-    if not shape.qk_norm:
-        absent |= {"q_layernorm.weight", "k_layernorm.weight"}
-    layer = [row for row in LAYER_ROWS if not row.megatron.endswith(tuple(absent))]
-    head = [] if shape.tied and stages == 1 else [TIED_HEAD_ROW if shape.tied else HEAD_ROW]
-    return [EMBEDDING_ROW, *layer, FINAL_ROW, *head]
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = PAD_MULTIPLE) -> int:
@@ -134,12 +60,16 @@ def hf_shape(shape: ModelShape, name: str) -> tuple[int, ...]:
         "gate_proj": (ffn, hidden),
         "up_proj": (ffn, hidden),
         "down_proj": (hidden, ffn),
+        "w1": (ffn, hidden),
+        "w3": (ffn, hidden),
+        "w2": (hidden, ffn),
+        "gate": (0 if shape.experts is None else shape.experts.count, hidden),  # the router
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
         "norm": (hidden,),
     }
     full = sizes[module]
-    return full[:1] if leaf == "bias" else full
+    return full[:1] if leaf in ("bias", "e_score_correction_bias") else full
 
 
 def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
@@ -209,8 +139,8 @@ def placed_rows(
     shape: ModelShape, layout: Layout, coords: Coordinates, profile: str
 ) -> Iterable[tuple[Row, str, int]]:
     """(row, local Megatron name, global layer) of everything on the rank's pipeline stage."""
-    if profile not in ("local", "te"):
-        raise ValueError(f"unknown naming profile {profile!r}; use 'local' or 'te'")
+    if profile not in PROFILES:
+        raise ValueError(f"unknown naming profile {profile!r}; use one of {', '.join(PROFILES)}")
     start, stop = layout.stage_layers(shape.num_layers)[coords.pp]
     stage = {"first": coords.pp == 0, "last": coords.pp == layout.pp - 1}
     table = rows(shape, layout.pp)
@@ -218,7 +148,7 @@ def placed_rows(
         yield row, row.megatron, 0
     for layer in range(start, stop):
         for row in (row for row in table if row.where == "layer"):
-            name = row.local if profile == "local" and row.local else row.megatron
+            name = {"local": row.local, "te_grouped": row.grouped}.get(profile) or row.megatron
             yield row, name.format(i=layer - start), layer
     for row in (row for row in table if row.where == "last" and stage["last"]):
         yield row, row.megatron, 0
@@ -235,7 +165,8 @@ def expand(
     """Slices of one rank's GPTModel, under that rank's own parameter names.
 
     `profile` "local" names norms as Megatron's local layer spec, "te" as Transformer Engine's fused
-    modules. Raises ValueError if the model cannot be cut that way.
+    modules, "te_grouped" experts as its grouped linears. Raises ValueError if the model cannot be
+    cut that way.
     """
     check_tp(shape, layout.tp)
     slices = []

@@ -7,6 +7,7 @@ reading objects, optimizer state, and legacy per-rank files.
 """
 
 import io
+import itertools
 import json
 import pickle
 import re
@@ -135,8 +136,8 @@ class StoredTensors:
         """Bytes of the largest layer of a stacked tensor, or of the largest chunk."""
         sizes = [0]
         for key, by_rows in self._chunks.items():
-            stacked = key.startswith("decoder.layers.")
-            boxes = [whole(self.shapes[key][1:])] if stacked else []
+            lead = key.startswith("decoder.layers.") + (".experts." in key)
+            boxes = [whole(self.shapes[key][lead:])] if lead else []
             boxes += [chunk.box for chunks in by_rows.values() for chunk in chunks]
             sizes += [volume(box) * self.dtypes[key].itemsize for box in boxes]
         return max(sizes)
@@ -225,12 +226,14 @@ class TorchDistWriter:
         numbers = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         self._storage[MetadataIndex(key, offsets)] = self._append(before, numbers, after)
 
-    def write_empty_state(self, name: str, layers: int) -> None:
-        """The empty `_extra_state` of a module of every layer, which Megatron asks for."""
+    def write_empty_states(self, name: str, counts: tuple[int, ...]) -> None:
+        """The empty `_extra_state` of a module of every layer (and expert), which Megatron asks
+        for."""
         blob = io.BytesIO()
         torch.save([None], blob)
-        for layer in range(layers):
-            key = f"{name}._extra_state/shard_{layer}_{layers}"
+        for place in itertools.product(*map(range, counts)):
+            at, of = (".".join(map(str, numbers)) for numbers in (place, counts))
+            key = f"{name}._extra_state/shard_{at}_{of}"
             self._tensors[key] = BytesStorageMetadata()
             self._storage[MetadataIndex(key)] = self._append(blob.getvalue())
 

@@ -10,16 +10,12 @@ import torch
 
 from megagrpo.types import ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_names, check_shapes
+from megagrpo.weights.experts import open_hf
 from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes, stored_key
 from megagrpo.weights.megatron_io import MegatronSource
-from megagrpo.weights.safetensors_io import HFSource
+from megagrpo.weights.rows import HF_EMBEDDING, HF_HEAD
 from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
-from megagrpo.weights.table import (
-    HF_EMBEDDING,
-    HF_HEAD,
-    fused_shape,
-    hf_manifest,
-)
+from megagrpo.weights.table import fused_shape, hf_manifest
 
 IGNORED = (".rotary_emb.inv_freq",)  # buffers of old Llama files, computed from the config
 BLOCK_BYTES = 32 << 20  # how much of a tensor is compared at a time
@@ -60,7 +56,7 @@ def verify(
     With `dtype` the HuggingFace side is cast to it first. Returns (HuggingFace tensors, Megatron
     tensors) compared; raises Different naming what differs.
     """
-    left, right = HFSource(hf), MegatronSource(megatron, shape)
+    left, right = open_hf(hf, shape), MegatronSource(megatron, shape)
     wanted = [TensorInfo(i.name, i.shape, dtype or i.dtype) for i in check_source(left, shape)]
     stored = {info.name: info for info in check_source(right, shape)}
     different = [
@@ -77,12 +73,12 @@ def verify(
     return len(wanted), len(fused_rows(shape))
 
 
-def _different_fused(left: HFSource, right: MegatronSource, shape: ModelShape) -> list[str]:
+def _different_fused(left: TensorSource, right: MegatronSource, shape: ModelShape) -> list[str]:
     """Fused tensors that are not what the HuggingFace side makes them; padding must be zero."""
     parts = by_megatron(fused_slices(shape))
     different = []
     for name, row in fused_rows(shape):
-        dtype = right.stored.dtypes[stored_key(name)[0]]
+        dtype = right.stored.dtypes[right.kept(stored_key(name)[0])]
         boxes = stored_boxes(shape, row)
         same = all(
             _bits(gather(box, from_hf(parts[name]), left.read, dtype)).equal(
