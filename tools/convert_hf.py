@@ -2,13 +2,13 @@
 
     python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--format torch --tp T --pp P]
     python tools/convert_hf.py megatron2hf --megatron DIR --out DIR [--hf-template DIR]
-    python tools/convert_hf.py verify --hf DIR --megatron DIR
+    python tools/convert_hf.py verify --hf DIR --megatron DIR [--logits]
     python tools/convert_hf.py inspect DIR [--keys]
     python tools/convert_hf.py plan --hf DIR [--tp T --pp P]
 
 Arguments and messages only; the work is in `megagrpo/weights/`. One process, no model, no process
-group. A wrong input ends with one line "error: ..." and exit status 2, nothing written; a
-difference that `verify` finds is exit status 1.
+group (but for `verify --logits`, which runs both models). A wrong input ends with one line
+"error: ..." and exit status 2, nothing written; a difference that `verify` finds is exit status 1.
 """
 
 import argparse
@@ -17,11 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from megagrpo import log
 from megagrpo.model import hf_config
 from megagrpo.model.hf_config import DTYPES, hf_folder
+from megagrpo.parallel import platform
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights import describe
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
@@ -29,6 +31,12 @@ from megagrpo.weights.table import PROFILES
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+PROMPTS = (
+    "The capital of France is",
+    "def add(a, b):\n    return",
+    "17 + 25 = 42, because 10 + 20 = 30 and 7 + 5 = 12.",
+)
 EXIT_CODES = "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk"
 
 
@@ -46,6 +54,25 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--hf", type=Path, required=True, help="HuggingFace folder")
     check.add_argument("--megatron", type=Path, required=True, help="checkpoint folder")
+    check.add_argument(
+        "--logits",
+        action="store_true",
+        help="run both instead, in float32 on this machine: transformers with --hf, the Megatron "
+        "model with --megatron, and compare logits and every layer's output",
+    )
+    check.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to run with --logits, may be repeated; default: three short ones, or random "
+        "tokens for a folder without tokenizer",
+    )
+    check.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference of logits over the largest logit with --logits (default 1e-4)",
+    )
     _add_dtype(check, "cast the HuggingFace side first; default: dtypes must be equal")
     look = commands.add_parser("inspect", help="what a folder is and holds; reads no weights")
     look.add_argument("folder", type=Path, help="HuggingFace folder or Megatron checkpoint")
@@ -143,6 +170,11 @@ def run(arguments: argparse.Namespace) -> str:
         return "\n".join(describe.plan(read_shape(arguments.hf), _layout(arguments)))
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.command == "verify":
+        if arguments.logits:
+            return verify_logits(arguments)
+        for name in ("prompt", "tolerance"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name} has no effect without --logits; leave it out")
         counts = verify(arguments.hf, arguments.megatron, read_shape(arguments.hf), dtype)
         return f"equal: {counts[0]} HuggingFace tensors, {counts[1]} Megatron tensors"
     bar = Bar()
@@ -173,6 +205,54 @@ def run(arguments: argparse.Namespace) -> str:
     finally:
         bar.close()
     return f"wrote {arguments.out}: {summary}"
+
+
+def verify_logits(arguments: argparse.Namespace) -> str:
+    """What `verify --logits` says; raises Different if the two disagree beyond the tolerance."""
+    from megagrpo.model import parity  # megatron and transformers take seconds to import
+    from megagrpo.weights.megatron_io import MegatronSource
+
+    if arguments.dtype is not None:
+        raise ValueError("--dtype has no effect with --logits, which compares in float32")
+    shape = hf_config.read_shape(arguments.hf)
+    source = MegatronSource(arguments.megatron, shape)
+    sequences = _sequences(arguments.hf, shape, arguments.prompt)
+    report, layers = parity.check_checkpoint(str(arguments.hf), source, shape, sequences)
+    worst = max(layers, key=lambda layer: layer.relative)
+    lines = [
+        f"layer {layer.layer}: largest difference {layer.max_abs_diff:.2e} of "
+        f"{layer.max_abs_value:.2e}{'  <- worst' if layer is worst else ''}"
+        for layer in layers
+    ]
+    share = report.max_abs_diff / report.max_abs_logit
+    lines.append(
+        f"logits: largest difference {report.max_abs_diff:.2e} of {report.max_abs_logit:.2e} "
+        f"({share:.1e}) over {report.tokens} tokens, at position {report.position} of prompt "
+        f"{report.sequence}; worst layer {worst.layer}"
+    )
+    tolerance = 1e-4 if arguments.tolerance is None else arguments.tolerance
+    if not share <= tolerance:  # NaN too
+        raise Different("\n".join([*lines, f"{share:.1e} is over the tolerance {tolerance:.1e}"]))
+    return "\n".join(lines)
+
+
+def _sequences(hf: Path, shape: ModelShape, texts: Sequence[str] | None) -> list[list[int]]:
+    """Token ids to run: of the texts, or random ones where there is no tokenizer."""
+    if texts is None and not any((hf / name).is_file() for name in TOKENIZER_FILES):
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.randint(shape.vocab_size, (length,), generator=generator).tolist()
+            for length in (5, 17, 40)
+        ]
+    from megagrpo.data.prompts import load_tokenizer
+
+    platform.mask_broken_media_packages()
+    tokenizer = load_tokenizer(hf)
+    found = [tokenizer(text)["input_ids"][: shape.max_positions] for text in texts or PROMPTS]
+    for ids, text in zip(found, texts or PROMPTS, strict=True):
+        if not ids or max(ids) >= shape.vocab_size:
+            raise ValueError(f"prompt {text!r} gives no token ids of the model; use another")
+    return found
 
 
 def read_shape(path: Path) -> ModelShape:
