@@ -597,7 +597,8 @@ def test_every_key_is_read_by_what_it_configures(
     for name in REFUSED:
         with pytest.raises(ValueError, match=name):
             load_config(None, [*overrides, f"{name}=0.5" if "_p" in name else f"{name}=2"])
-    assert prepare(load_config(None, [*overrides, "trainer.steps=null"]), 0, 1).steps == 3
+    epochs = prepare(load_config(None, [*overrides, "trainer.steps=null"]), 0, 1)
+    assert epochs.length.rollouts == 3
     for name in ("path", "name", "weight", "timeout_s", "kwargs"):
         assert f"RewardConfig.{name}" in read
 

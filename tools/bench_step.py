@@ -193,13 +193,13 @@ def worker(words: Sequence[str], label: str) -> None:
             start = time.perf_counter()
             yield number
             product.append(time.perf_counter() - start)
-            if number < prepared.steps:
+            if number < prepared.length.rollouts:
                 plain.step()
 
     run.remaining_steps = alternating  # type: ignore[method-assign]
     train(run)
     if run.context.rank == 0:
-        skipped = prepared.steps // 4
+        skipped = prepared.length.rollouts // 4
         lines = (Path(prepared.config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines][skipped:-1]  # the last step saves
         ours = {

@@ -194,7 +194,7 @@ class Policy:
                 f"algorithm.mismatch.stop={settings.mismatch_stop} for {self.steps_over_stop} "
                 "steps: trainer and engine do not hold the same policy"
             )
-        if mean_abs_diff > settings.mismatch_warn:
+        if not mean_abs_diff <= settings.mismatch_warn:  # also if it is no number
             log.warn(
                 f"mean |old - rollout| log-prob is {mean_abs_diff:.3g} nats "
                 f"(algorithm.mismatch.warn={settings.mismatch_warn})"

@@ -23,6 +23,7 @@ from megagrpo.model import hf_config
 from megagrpo.parallel import platform
 from megagrpo.rewards.base import check_columns, load_reward, reward_name
 from megagrpo.rewards.runner import RewardSpec
+from megagrpo.trainer.length import RunLength, run_length
 from megagrpo.trainer.resume import (
     check_checkpoint,
     check_writable,
@@ -54,7 +55,7 @@ class Prepared:
     train: PromptSet
     eval: PromptSet | None
     rewards: tuple[RewardSpec, ...]
-    steps: int
+    length: RunLength
     origin: dict[str, Any]  # path and digest of the reference
     resume_from: Path | None  # the newest complete checkpoint of the run folder
 
@@ -78,9 +79,6 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
     layout = check_layout(config, world)
     prepared = _prepare_model(config, rank, layout)
     train = _prompts(prepared, config.data.train, "data.train")
-    steps = config.trainer.steps
-    if steps is None:
-        steps = config.trainer.epochs * -(-len(train.prompts) // config.data.prompts_per_step)
     if config.data.prompts_per_step > len(train.prompts):
         raise ValueError(
             f"data.prompts_per_step={config.data.prompts_per_step} is more than the "
@@ -91,7 +89,12 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
     prepared = replace(
         prepared,
         train=train,
-        steps=steps,
+        length=run_length(
+            prepared.config.data,
+            config.trainer,
+            prompts=len(train.prompts),
+            group_size=config.rollout.group_size,
+        ),
         origin=reference_origin(config, prepared.shape),
         resume_from=find_checkpoint(run_dir, config.trainer.resume),
     )
@@ -139,7 +142,7 @@ def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
         train=PromptSet((), 0, ""),
         eval=None,
         rewards=rewards,
-        steps=0,
+        length=RunLength(0, 0, 0),
         origin={},
         resume_from=None,
     )

@@ -60,13 +60,14 @@ class StepReport:
             resumed = done if prepared.resume_from is not None else None
             (self._run_dir / "config.yaml").write_text(to_yaml(config))
             self._lines = JsonLines(self._run_dir / "metrics.jsonl", resumed)
-            console = Console(prepared.steps, self._context.layout.world)
+            console = Console(prepared.length.rollouts, self._context.layout.world)
             self._reporters = [self._lines, console]
             if config.log.tensorboard:
                 self._reporters.append(TensorBoard(self._run_dir / "tensorboard", resumed))
             if config.log.wandb:
                 settings = {"config": to_yaml(config)}
                 self._reporters.append(Wandb(config.log.wandb, self._run_dir, settings))
+            log.info(f"plan: {prepared.length}")
             log.info(f"first prompt: {ascii(prepared.train.first_rendered)}")
         self._since = time.perf_counter()
 

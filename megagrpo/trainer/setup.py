@@ -78,7 +78,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         advantage=_advantage(prepared),
         cut=_cut(prepared),
         save_settings=_save(prepared),
-        steps=prepared.steps,
+        steps=prepared.length.rollouts,
         resume_from=prepared.resume_from,
     )
 
@@ -190,16 +190,10 @@ def _policy(prepared: Prepared, trainable: Trainable, scoring: Scoring, phases: 
             max_lr=optim.lr,
             min_lr=optim.min_lr,
             warmup_steps=optim.warmup_steps,
-            total_steps=prepared.steps * _minibatches(prepared),
+            total_steps=prepared.length.optimizer_steps,
         ),
         phases,
     )
-
-
-def _minibatches(prepared: Prepared) -> int:
-    data = prepared.config.data
-    assert data.minibatch_prompts is not None, "preflight resolves it"
-    return data.prompts_per_step // data.minibatch_prompts
 
 
 def _advantage(prepared: Prepared) -> AdvantageSettings:
