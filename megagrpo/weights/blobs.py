@@ -20,8 +20,18 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+# What torch.load raises over broken files: its unpickler trusts the order of instructions.
+BROKEN = (
+    *(RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile),
+    *(AttributeError, IndexError, KeyError, TypeError, AssertionError, OverflowError, MemoryError),
+)
 LOCAL_HEADER = 30  # bytes of a zip entry before its name
 CHECKSUM = 14  # where in it the CRC of the numbers stands
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short; its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
@@ -129,15 +139,15 @@ class BlobReader:
         window.seek(0)
         try:
             tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location="cpu")
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except BROKEN as error:
+            reason = first_line(error)
             raise ValueError(f"{path}: blob at {offset} is refused: {reason}") from None
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path}: blob at {offset} is no tensor")
         try:
             entry, start, size = _numbers(window)
-        except (ValueError, zipfile.BadZipFile):
-            return tensor  # an older format, which torch.load knows
+        except (ValueError, zipfile.BadZipFile, NotImplementedError):
+            return tensor  # a format that torch.load knows and zipfile does not
         if tensor.is_contiguous() and size == tensor.nbytes and tensor.nbytes:
             window.seek(0)
             head = window.read(start) or b""

@@ -6,9 +6,7 @@ Left out: reading configs (the caller passes a `ModelShape`), comparing (`verify
 state.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -46,6 +44,7 @@ from megagrpo.weights.slices import (
     volume,
     whole,
 )
+from megagrpo.weights.summary import Summary, count_nans, size_of, summarize
 from megagrpo.weights.table import PAD_MULTIPLE, expand, fused_shape, local_shapes
 from megagrpo.weights.torch_dist import TorchDistWriter
 from megagrpo.weights.verify import check_source
@@ -59,24 +58,6 @@ Progress = Callable[[int, int], object]
 
 def unseen(done: int, total: int) -> None:
     """A Progress that nobody looks at."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a conversion did."""
-
-    tensors: int
-    nbytes: int  # of the result's weights
-    casts: Mapping[str, int] = field(default_factory=dict)  # "float32 -> bfloat16": tensors
-    ignored: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()  # side files copied
-
-    def __str__(self) -> str:
-        """One line for the user."""
-        casts = ", ".join(f"{count} {name}" for name, count in self.casts.items()) or "none"
-        extra = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
-        files = f"; side files: {', '.join(self.files)}" if self.files else ""
-        return f"{self.tensors} tensors, {self.nbytes} bytes; casts: {casts}{extra}{files}"
 
 
 def hf_to_megatron(
@@ -106,7 +87,7 @@ def hf_to_megatron(
     parts = by_megatron(fused_slices(shape))
     wanted = {name: dtype or info.dtype for name, info in infos.items()}
     dtypes, noted = _stored_dtypes(parts, wanted)
-    done, total = 0, sum(_nbytes(info, wanted[info.name]) for info in infos.values())
+    done, nans, total = 0, 0, sum(size_of(i, wanted[i.name]) for i in infos.values())
     with staged(out, hf) as folder:
         if legacy is None:
             written = _write_torch_dist(folder, source, shape, dtypes, noted, profile)
@@ -120,12 +101,12 @@ def hf_to_megatron(
                 dtypes=dtypes,
                 extra={HF_DTYPES: noted},
             )
-        for nbytes in written:
-            done += nbytes
+        for piece in written:
+            done, nans = done + piece.nbytes, nans + count_nans(piece)
             progress(done, max(done, total))
         files = copy_side_files(hf, folder / "hf", dtype)
     left_out = {info.name for info in source.tensors()} - set(infos)
-    return _summary(list(infos.values()), dtype, left_out, files)
+    return summarize(list(infos.values()), dtype, left_out, files, nans)
 
 
 def megatron_to_hf(
@@ -146,19 +127,19 @@ def megatron_to_hf(
     source = MegatronSource(megatron, shape)
     infos = check_source(source, shape)
     planned = [TensorInfo(info.name, info.shape, dtype or info.dtype) for info in infos]
-    done, total = 0, sum(_nbytes(info, info.dtype) for info in planned)
+    done, nans, total = 0, 0, sum(size_of(info, info.dtype) for info in planned)
     with staged(out, megatron, template) as folder:
         writer = HFWriter(folder, planned, shard_bytes)
         for info in planned:
             for block in row_blocks(info.shape, info.dtype.itemsize, BLOCK_BYTES):
                 rows = cast(source.read(info.name, block), info.dtype, info.name)
                 writer.write(info.name, rows)
-                done += rows.nbytes
+                done, nans = done + rows.nbytes, nans + count_nans(rows)
                 progress(done, total)
         writer.close()
         files = copy_side_files(template, folder, dtype)
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
-    return _summary(infos, dtype, left_out, files)
+    return summarize(infos, dtype, left_out, files, nans)
 
 
 def _write_torch_dist(
@@ -168,8 +149,8 @@ def _write_torch_dist(
     dtypes: Mapping[str, torch.dtype],
     noted: Mapping[str, torch.dtype],
     profile: str,
-) -> Iterator[int]:
-    """Write the checkpoint, yielding bytes as they are written."""
+) -> Iterator[torch.Tensor]:
+    """Write the checkpoint, yielding every piece that was written."""
     parts = by_megatron(fused_slices(shape))
     writer = TorchDistWriter(folder)
     for name, row in fused_rows(shape):
@@ -179,7 +160,7 @@ def _write_torch_dist(
         for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
             stacked = stacked_box(place, box)
             writer.write(kept, full, stacked, tensor.view(extent(stacked)))
-            yield tensor.nbytes
+            yield tensor
     for name in ATTENTION_STATES:
         writer.write_empty_states(f"decoder.layers.{name}", (shape.num_layers,))
     for name in ("linear_fc1", "linear_fc2"):
@@ -221,25 +202,6 @@ def _stored_dtypes(
             stored[key] = torch.promote_types(stored[key], wanted[name])
         noted |= {name: wanted[name] for name in names if wanted[name] != stored[key]}
     return stored, noted
-
-
-def _nbytes(info: TensorInfo, dtype: torch.dtype) -> int:
-    return volume(whole(info.shape)) * dtype.itemsize
-
-
-def _summary(
-    infos: Sequence[TensorInfo],
-    dtype: torch.dtype | None,
-    ignored: Collection[str],
-    files: Sequence[str],
-) -> Summary:
-    final = [(info, dtype or info.dtype) for info in infos]
-    short = {
-        kind: str(kind).removeprefix("torch.") for info, to in final for kind in (info.dtype, to)
-    }
-    casts = Counter(f"{short[info.dtype]} -> {short[to]}" for info, to in final if info.dtype != to)
-    nbytes = sum(_nbytes(info, to) for info, to in final)
-    return Summary(len(infos), nbytes, casts, tuple(sorted(ignored)), tuple(files))
 
 
 def load_rank_(

@@ -7,7 +7,6 @@ are untrusted: tensors, plain values and the few classes below load, the rest is
 Written by `legacy_write.py`. Left out, and refused: virtual pipeline stages, expert parallelism.
 """
 
-import pickle
 import re
 import zipfile
 from argparse import Namespace
@@ -22,6 +21,7 @@ from torch.serialization import safe_globals
 
 from megagrpo.types import Box, Layout, ModelShape
 from megagrpo.weights.accounting import EXTRA_STATE, check_names, check_shapes
+from megagrpo.weights.blobs import BROKEN, first_line
 from megagrpo.weights.fused import stacked_box, stacked_shape, stored_key
 from megagrpo.weights.rows import EMBEDDING, HEAD
 from megagrpo.weights.safetensors_io import read_into
@@ -92,7 +92,7 @@ class RankFile:
         self._path = path
         content = _content(path)
         tensors = _places(path, content)
-        self.noted: dict[str, torch.dtype] = dict(content.get(HF_DTYPES, {}))
+        self.noted = noted_dtypes(content, path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self._starts: dict[str, int] = {}
@@ -112,6 +112,14 @@ class RankFile:
         return rows[(slice(None), *index(box[1:]))]
 
 
+def noted_dtypes(content: object, path: Path) -> dict[str, torch.dtype]:
+    """The dtypes that the converter noted in a loaded file; a file from elsewhere has none."""
+    noted = content.get(HF_DTYPES, {}) if isinstance(content, dict) else {}
+    if not isinstance(noted, dict) or not all(isinstance(d, torch.dtype) for d in noted.values()):
+        raise ValueError(f"{path} is broken: {HF_DTYPES} holds no dtypes")
+    return dict(noted)
+
+
 def _content(path: Path) -> dict[str, Any]:
     """The file without the tensors' numbers; torch notes where in the file those are."""
     if not path.is_file():
@@ -121,8 +129,8 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         with FakeTensorMode(), safe_globals(ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is refused: {_reason(str(error))}") from None
+    except BROKEN as error:
+        raise ValueError(f"{path} is refused: {_reason(error)}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         virtual = isinstance(content, dict) and "model0" in content
         what = "virtual pipeline stages (model0, ...)" if virtual else "no entry 'model'"
@@ -139,12 +147,12 @@ def _places(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _reason(message: str) -> str:
+def _reason(error: BaseException) -> str:
     """The class that torch refused, else the first line of its message."""
-    refused = re.search(r"GLOBAL ([\w.]+)", message)
+    refused = re.search(r"GLOBAL ([\w.]+)", str(error))
     if refused:
         return f"it refers to {refused.group(1)}, which is not allowed"
-    return message.strip().splitlines()[0] if message.strip() else "it is no torch file"
+    return first_line(error)
 
 
 class LegacyTensors:

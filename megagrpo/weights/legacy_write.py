@@ -15,6 +15,7 @@ from torch.serialization import skip_data
 
 from megagrpo.types import Box, Layout, ModelShape, TensorSource
 from megagrpo.weights.accounting import valid_boxes
+from megagrpo.weights.blobs import first_line
 from megagrpo.weights.fused import stored_key
 from megagrpo.weights.legacy import FILE, TRACKER, rank_folder
 from megagrpo.weights.rows import EMBEDDING, EMBEDDING_ROW, HEAD
@@ -45,8 +46,8 @@ def write_legacy(
     profile: str,
     dtypes: Mapping[str, torch.dtype],
     extra: Mapping[str, Any],
-) -> Iterator[int]:
-    """Write release/mp_rank_* and the tracker file into `folder`; yields bytes as they are written.
+) -> Iterator[torch.Tensor]:
+    """Write release/mp_rank_* and the tracker file into `folder`; yields each piece written.
 
     `dtypes` gives the dtype of every fused key; `extra` goes beside "model" in every file.
     """
@@ -71,7 +72,7 @@ def write_legacy(
                 for box in row_blocks(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
                     rows = _padded(box, filled, parts, source, tensor.dtype)
                     file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
-                    yield rows.nbytes
+                    yield rows
     (folder / TRACKER).write_text("release")
 
 
@@ -84,8 +85,11 @@ def _reserve(path: Path, empty: Mapping[str, torch.Tensor], extra: Mapping[str, 
         "iteration": 0,
         **extra,
     }
-    with skip_data():
-        torch.save(content, path)
+    try:
+        with skip_data():
+            torch.save(content, path)
+    except RuntimeError as error:  # how torch's own writer says that the disk is full
+        raise OSError(f"{path} cannot be written: {first_line(error)}") from None
 
 
 def _has(name: str) -> bool:

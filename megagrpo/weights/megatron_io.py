@@ -13,6 +13,7 @@ import torch
 
 from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
+from megagrpo.weights.blobs import BROKEN, first_line
 from megagrpo.weights.fused import (
     LOCAL_NORM,
     fused_rows,
@@ -21,7 +22,7 @@ from megagrpo.weights.fused import (
     stacked_shape,
     stored_key,
 )
-from megagrpo.weights.legacy import HF_DTYPES, LegacyTensors, is_legacy
+from megagrpo.weights.legacy import LegacyTensors, is_legacy, noted_dtypes
 from megagrpo.weights.rows import HEAD, HEAD_ROW, HF_HEAD
 from megagrpo.weights.slices import Slice, from_megatron, gather, whole
 from megagrpo.weights.table import fused_shape, hf_manifest
@@ -112,6 +113,8 @@ def _recorded_dtypes(folder: Path) -> dict[str, torch.dtype]:
         return {}
     try:
         common = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
+    except pickle.UnpicklingError:
         return {}  # objects of a training run: not ours, and never unpickled here
-    return dict(common.get(HF_DTYPES, {})) if isinstance(common, dict) else {}
+    except BROKEN as error:
+        raise ValueError(f"{path} is broken: {first_line(error)}") from None
+    return noted_dtypes(common, path)

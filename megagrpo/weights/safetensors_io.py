@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,9 +70,11 @@ class HFSource:
 
     def _open_indexed(self, path: Path) -> None:
         try:
-            weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            weight_map = dict(json.loads(path.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+        if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError(f"{path} is not a safetensors index: it names no files")
         for shard in sorted(set(weight_map.values())):
             if Path(shard).name != shard:
                 raise ValueError(f"{path} names {shard!r}, which is not a plain file name")
@@ -111,9 +113,23 @@ def _data_offsets(path: Path) -> dict[str, int]:
     """Where every tensor's bytes begin; the library has checked the header before."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in entries}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different; of two the library would take one in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} is in the header twice")
+    return found
 
 
 def read_into(tensor: torch.Tensor, path: Path, offset: int) -> None:

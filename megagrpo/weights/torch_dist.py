@@ -2,8 +2,8 @@
 
 It is torch's distributed checkpoint: `.metadata` (a pickle of names, sizes and chunks), `*.distcp`
 (one blob per chunk, see `blobs.py`), and Megatron's own `metadata.json` and `common.pt`. Pickles
-are untrusted: only the listed classes load. Left out: what the keys mean (`megatron_io.py`),
-reading objects, optimizer state, and legacy per-rank files.
+are untrusted (`dist_metadata.py`). Left out: what the keys mean (`megatron_io.py`), reading
+objects, optimizer state, and legacy per-rank files.
 """
 
 import io
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megagrpo.types import Box
 from megagrpo.weights.blobs import BlobReader, frame
+from megagrpo.weights.dist_metadata import read_metadata
 from megagrpo.weights.slices import (
     check_cover,
     corner,
@@ -43,38 +44,6 @@ from megagrpo.weights.slices import (
 
 # Other state of a training checkpoint: never model weights, by exact prefix.
 OTHER_STATE = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine_state")
-SAFE_GLOBALS = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-    },
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "uint8", "bool"}
-    | {"int8", "int16", "int32", "int64"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Only names of the list above; nothing that could run code of the file's choice."""
-        if name not in SAFE_GLOBALS.get(module, ()):
-            raise ValueError(f".metadata refers to {module}.{name}, which is not allowed")
-        return super().find_class(module, name)
 
 
 @dataclass(frozen=True)
@@ -97,8 +66,7 @@ class StoredTensors:
 
     def __init__(self, folder: str | Path, cache_bytes: int | None = None) -> None:
         self._folder = Path(folder)
-        _check_backend(self._folder)
-        metadata = _read_metadata(self._folder / ".metadata")
+        metadata = read_metadata(self._folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._chunks: dict[str, dict[tuple[int, int], list[_Chunk]]] = {}  # by rows they hold
@@ -174,26 +142,6 @@ class StoredTensors:
             raise ValueError(f"{path}: blob at {chunk.offset} is no tensor of {extent(chunk.box)}")
         self._cache[chunk] = tensor
         return tensor
-
-
-def _check_backend(folder: Path) -> None:
-    for name in ("metadata.json", ".metadata"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no finished torch_dist checkpoint: {name} is missing")
-    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
-    if backend != "torch_dist":
-        raise ValueError(f"{folder}: sharded_backend is {backend!r}; only 'torch_dist' is read")
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is broken: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} holds a {type(metadata).__name__}, not checkpoint metadata")
-    return metadata
 
 
 class TorchDistWriter:
