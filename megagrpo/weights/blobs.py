@@ -119,9 +119,11 @@ class BlobReader:
 
     def read(self, path: Path, offset: int, length: int) -> torch.Tensor:
         """The tensor on the CPU. Raises ValueError if it is refused, broken or no tensor."""
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        with path.open("rb", buffering=0) as file:
+        try:
+            opened = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        with opened as file:
             if os.fstat(file.fileno()).st_size < offset + length:
                 raise ValueError(f"{path} ends before its blob at {offset} does; it was cut off")
             window = Window(file.fileno(), offset, length)

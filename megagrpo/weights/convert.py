@@ -39,7 +39,6 @@ from megagrpo.weights.slices import (
     from_hf,
     gather,
     index,
-    row_blocks,
     uncovered,
     volume,
     whole,
@@ -51,7 +50,7 @@ from megagrpo.weights.verify import check_source
 
 # Modules of Megatron's local layer spec that keep an (empty) extra state in checkpoints.
 ATTENTION_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
-BLOCK_BYTES = 4 << 20  # rows written at a time: small enough to stay in the processor's cache
+BLOCK_BYTES = 1 << 20  # rows written at a time: small enough to stay in the processor's cache
 Progress = Callable[[int, int], object]
 """progress(bytes done, bytes in all) is called after every piece that was written."""
 
@@ -131,7 +130,7 @@ def megatron_to_hf(
     with staged(out, megatron, template) as folder:
         writer = HFWriter(folder, planned, shard_bytes)
         for info in planned:
-            for block in row_blocks(info.shape, info.dtype.itemsize, BLOCK_BYTES):
+            for block in source.row_blocks(info.name, BLOCK_BYTES):
                 rows = cast(source.read(info.name, block), info.dtype, info.name)
                 writer.write(info.name, rows)
                 done, nans = done + rows.nbytes, nans + count_nans(rows)

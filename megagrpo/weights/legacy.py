@@ -179,6 +179,15 @@ class LegacyTensors:
         """In how many pieces a tensor is stored."""
         return len(self._parts[key])
 
+    def row_cuts(self, key: str, place: tuple[int, ...]) -> set[int]:
+        """First rows of the parts of the tensor at `place` (layer, expert) of a stored key."""
+        dim = len(place)
+        return {
+            part.at[dim][0]
+            for part in self._parts[key]
+            if all(a <= at < b for at, (a, b) in zip(place, part.at, strict=False))
+        }
+
     def read(self, key: str, box: Box) -> torch.Tensor:
         """That region of a stored tensor, contiguous, in the stored dtype."""
         return gather(box, self._parts[key], self._read_local, self.dtypes[key])

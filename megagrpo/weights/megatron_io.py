@@ -7,6 +7,7 @@ read the same way. Left out: per-layer ("non homogeneous") keys.
 """
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from megagrpo.weights.fused import (
 )
 from megagrpo.weights.legacy import LegacyTensors, is_legacy, noted_dtypes
 from megagrpo.weights.rows import HEAD, HEAD_ROW, HF_HEAD
-from megagrpo.weights.slices import Slice, from_megatron, gather, whole
+from megagrpo.weights.slices import Slice, from_megatron, gather, row_blocks, volume, whole
 from megagrpo.weights.table import fused_shape, hf_manifest
 from megagrpo.weights.torch_dist import StoredTensors
 
@@ -32,6 +33,9 @@ from megagrpo.weights.torch_dist import StoredTensors
 def open_stored(folder: Path, shape: ModelShape) -> StoredTensors | LegacyTensors:
     """The whole fused tensors of a checkpoint of either format."""
     return LegacyTensors(folder, shape) if is_legacy(folder) else StoredTensors(folder)
+
+
+SMALL_BYTES = 1 << 17  # below it, putting pieces together costs less than writing them singly
 
 
 class MegatronSource:
@@ -83,6 +87,24 @@ class MegatronSource:
             raise KeyError(f"the checkpoint has no tensor {name}")
         parts = from_megatron(self._slices[name])
         return gather(box, parts, self.read_fused, self._infos[name].dtype)
+
+    def row_blocks(self, name: str, nbytes: int) -> Iterator[Box]:
+        """The tensor in stretches of full rows of at most about `nbytes`, each out of one stored
+        piece where that is not too small: such a stretch is read without being copied."""
+        info = self._infos[name]
+        row = volume(whole(info.shape[1:])) * info.dtype.itemsize
+        cuts = {info.shape[0]}
+        for part in from_megatron(self._slices[name]):
+            (start, stop), (first, last) = part.at[0], part.box[0]
+            key, place = stored_key(part.name)
+            inside = self.stored.row_cuts(self.kept(key), place)
+            cuts |= {start, stop} | {start + at - first for at in inside if first < at < last}
+        begin = 0
+        for cut in sorted(cuts):
+            if (cut - begin) * row >= SMALL_BYTES or cut == info.shape[0]:
+                for box in row_blocks((cut - begin, *info.shape[1:]), info.dtype.itemsize, nbytes):
+                    yield ((begin + box[0][0], begin + box[0][1]), *box[1:])
+                begin = cut
 
     def read_fused(self, name: str, box: Box) -> torch.Tensor:
         """That region of a fused Megatron tensor, in the stored dtype."""

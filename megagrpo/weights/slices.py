@@ -67,8 +67,13 @@ def index(box: Box) -> tuple[slice, ...]:
 def intersect(left: Box, right: Box) -> Box | None:
     """The common box, or None where they do not meet."""
     assert len(left) == len(right), f"boxes of {len(left)} and {len(right)} dimensions"
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    common = []
+    for (a, b), (c, d) in zip(left, right, strict=True):
+        start, stop = (a if a > c else c), (b if b < d else d)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def translate(box: Box, origin: Box, target: Box) -> Box:
@@ -163,9 +168,9 @@ def gather(
         common = intersect(box, part.at)
         if common is not None:
             found.append((common, part.name, translate(common, part.at, part.box)))
-    check_cover(box, [common for common, _, _ in found], "gather")
-    if len(found) == 1:
+    if len(found) == 1 and found[0][0] == box:
         return cast(read(found[0][1], found[0][2]), dtype, found[0][1]).contiguous()
+    check_cover(box, [common for common, _, _ in found], "gather")
     result = torch.empty(extent(box), dtype=dtype)
     for common, name, source_box in found:
         place = translate(common, box, whole(extent(box)))

@@ -46,7 +46,7 @@ from megagrpo.weights.slices import (
 OTHER_STATE = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state_machine_state")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is its own key in the cache
 class _Chunk:
     """A stored box and where its blob lies."""
 
@@ -75,6 +75,7 @@ class StoredTensors:
                 self._add(key, entry, metadata.storage_data)
         self._cache_limit = self._largest() if cache_bytes is None else cache_bytes
         self._blobs = BlobReader()
+        self._cached = 0  # bytes
         self._cache: OrderedDict[_Chunk, torch.Tensor] = OrderedDict()
 
     def read(self, key: str, box: Box) -> torch.Tensor:
@@ -96,6 +97,17 @@ class StoredTensors:
     def chunk_count(self, key: str) -> int:
         """In how many pieces a tensor is stored."""
         return sum(map(len, self._chunks[key].values()))
+
+    def row_cuts(self, key: str, place: tuple[int, ...]) -> set[int]:
+        """First rows of the chunks of the tensor at `place` (layer, expert) of a stored key."""
+        dim = len(place)
+        return {
+            chunk.box[dim][0]
+            for rows, chunks in self._chunks[key].items()
+            if not place or rows[0] <= place[0] < rows[1]
+            for chunk in chunks
+            if all(a <= at < b for at, (a, b) in zip(place, chunk.box, strict=False))
+        }
 
     def _inside(self, chunk: _Chunk, box: Box) -> torch.Tensor:
         return self._blob(chunk)[index(translate(box, chunk.box, whole(extent(chunk.box))))]
@@ -134,13 +146,14 @@ class StoredTensors:
             self._cache.move_to_end(chunk)
             return self._cache[chunk]
         room = self._cache_limit - chunk.length
-        while self._cache and sum(tensor.nbytes for tensor in self._cache.values()) > room:
-            self._cache.popitem(last=False)
+        while self._cache and self._cached > room:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
         path = self._folder / chunk.file
         tensor = self._blobs.read(path, chunk.offset, chunk.length)
         if tuple(tensor.shape) != extent(chunk.box):
             raise ValueError(f"{path}: blob at {chunk.offset} is no tensor of {extent(chunk.box)}")
         self._cache[chunk] = tensor
+        self._cached += tensor.nbytes
         return tensor
 
 
