@@ -92,8 +92,8 @@ class Policy:
 
     @phase("update_actor")
     def update(self, batch: Batch) -> UpdateMetrics:
-        """All optimizer steps of the rollout; the metrics of the last, counts of all. All ranks
-        join. Raises MismatchStop before the optimizer moves."""
+        """All optimizer steps of the rollout and their metrics (update_metrics.py says which are
+        means and which sums). All ranks join. Raises MismatchStop before the optimizer moves."""
         metrics = UpdateMetrics()
         scored = all("old_logprobs" in micro.values for micro in batch.micro_batches)
         if scored:

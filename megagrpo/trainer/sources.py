@@ -1,7 +1,6 @@
 """Opens a model folder, whichever kind it is, as tensors under HuggingFace names."""
 
 import hashlib
-import math
 from pathlib import Path
 
 import torch
@@ -25,15 +24,16 @@ def open_source(path: str | Path, shape: ModelShape) -> TensorSource:
 
 
 def digest_of(path: str | Path, shape: ModelShape) -> str:
-    """Identity of a model folder without reading it whole: names, shapes, dtypes, and the bytes of
-    the smallest tensors (norms), as a SHA-256 prefix."""
+    """Identity of a model folder without reading it whole: 16 hex digits of a SHA-256 over names,
+    shapes, dtypes, all vectors (norms, biases) and the first row of every matrix.
+
+    Raises ValueError as `open_source`.
+    """
     source = open_source(path, shape)
-    infos = source.tensors()
-    small = min(math.prod(info.shape) for info in infos)
     digest = hashlib.sha256()
-    for info in sorted(infos, key=lambda info: info.name):
+    for info in sorted(source.tensors(), key=lambda info: info.name):
         digest.update(f"{info.name} {info.shape} {info.dtype}\n".encode())
-        if math.prod(info.shape) == small:
-            data = source.read(info.name, tuple((0, size) for size in info.shape))
-            digest.update(data.contiguous().view(torch.uint8).numpy().tobytes())
+        box = tuple((0, size) for size in info.shape)
+        data = source.read(info.name, box if len(box) == 1 else ((0, 1), *box[1:]))
+        digest.update(data.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
