@@ -16,11 +16,14 @@ REPO = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"setup.py", "megagrpo", "examples", "tools", "tests", "Dockerfile", "README.md"}
 BUILT_OR_RUN = {"runs", "build", "dist", "megagrpo.egg-info", "__pycache__"}  # see .gitignore
 
-FLOORS = {"config": 0, "config_file": 0, "types": 0, "log": 0, "weights": 1}
+FLOORS = {"types": 0, "log": 0, "config_fields": 0, "config_algorithm": 0, "config": 0}
+FLOORS |= {"config_checks": 0, "config_aliases": 0, "config_file": 0, "weights": 1}
 FLOORS |= {"algo": 2, "data": 2, "rewards": 2, "parallel": 2, "model": 3, "metrics": 3}
 FLOORS |= {"rollout": 4, "tools": 4, "hybrid": 5, "planner": 5, "trainer": 6, "cli": 7, "bench": 7}
-# Settings speak of layouts; their file form is split off for size.
-SAME_FLOOR = {("config", "types"), ("config_file", "config"), ("config_file", "types")}
+# The tree is cut into files for size, each of which imports those before it.
+CONFIG = ("types", "config_fields", "config_algorithm", "config", "config_aliases")
+CONFIG += ("config_checks", "config_file")
+SAME_FLOOR = {(here, there) for n, here in enumerate(CONFIG) for there in CONFIG[:n]}
 
 HOMES = {
     "vllm": ("megagrpo/rollout/vllm_engine.py",),

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from megagrpo import log
-from megagrpo.algo.corrections import resolve_correction
-from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
+from megagrpo.algo.settings import LossSettings
 from megagrpo.config import Config, RewardConfig
-from megagrpo.config_file import check_layout
+from megagrpo.config_checks import check_layout
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.metrics.reporters import check_packages
@@ -24,6 +23,7 @@ from megagrpo.parallel import platform
 from megagrpo.rewards.base import check_columns, load_reward, reward_name
 from megagrpo.rewards.runner import RewardSpec
 from megagrpo.trainer.length import RunLength, run_length
+from megagrpo.trainer.resolve import loss_settings, resolve
 from megagrpo.trainer.resume import (
     check_checkpoint,
     check_writable,
@@ -70,7 +70,7 @@ class Prepared:
     def sampler(self) -> PromptSampler:
         """The order of the training prompts, at its beginning."""
         seed = self.config.data.shuffle_seed
-        assert seed is not None, "_resolve fills it in"
+        assert seed is not None, "resolve fills it in"
         return PromptSampler(len(self.train.prompts), self.config.data.prompts_per_step, seed)
 
 
@@ -129,7 +129,7 @@ def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
     if len(names) != len(set(names)):
         raise ValueError(f"rewards are named {names}; give each its own `name`")
     prepared = Prepared(
-        config=_resolve(config),
+        config=resolve(config),
         loss=loss_settings(config),
         rank=rank,
         layout=layout,
@@ -182,78 +182,6 @@ def _check_cache(prepared: Prepared) -> None:
             f"tokens, which needs {needed:.3g}; raise it or lower rollout.max_prompt_tokens or "
             "max_response_tokens"
         )
-
-
-def loss_settings(config: Config) -> LossSettings:
-    """The chosen loss with its own defaults in place of nulls; ValueError for what it never
-    reads."""
-    algorithm = config.algorithm
-    try:
-        return resolve_loss_defaults(
-            algorithm.loss,
-            aggregation=algorithm.aggregation,
-            normalize=algorithm.normalize,
-            eps_low=algorithm.eps_low,
-            eps_high=algorithm.eps_high,
-            cap=algorithm.cap,
-            delta=algorithm.delta,
-            dual_clip=algorithm.dual_clip,
-            beta=algorithm.kl.beta,
-            kl_estimator=algorithm.kl.estimator,
-            correction=algorithm.correction.mode,
-        )
-    except ValueError as error:
-        raise ValueError(f"algorithm: {error}") from error
-
-
-def _resolve(config: Config) -> Config:
-    """Fill every null that has a documented default, so that config.yaml shows what runs."""
-    algorithm = config.algorithm
-    loss = loss_settings(config)
-    correction = algorithm.correction
-    bounds = resolve_correction(correction.mode, correction.cap, correction.low)
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if platform.default_dtype() == torch.bfloat16 else "float32"
-    mismatch = algorithm.mismatch
-    warn, stop = (0.05, 0.1) if dtype == "bfloat16" else (1e-4, 1e-3)
-    mismatch = replace(
-        mismatch,
-        warn=warn if mismatch.warn is None else mismatch.warn,
-        stop=stop if mismatch.stop is None else mismatch.stop,
-    )
-    seed = config.trainer.seed
-    offload = config.reference.offload
-    if offload is None and config.reference.use != "never":
-        offload = platform.is_cuda()
-    cache = config.rollout.kv_cache_gb
-    if cache is None and not platform.is_cuda():
-        cache = 0.25
-    return replace(
-        config,
-        model=replace(config.model, dtype=dtype),
-        reference=replace(config.reference, offload=offload),
-        algorithm=replace(
-            algorithm,
-            eps_low=loss.eps_low,
-            eps_high=loss.eps_high,
-            cap=loss.cap,
-            aggregation=loss.aggregation,
-            normalize=loss.normalize,
-            correction=replace(correction, cap=bounds.high, low=bounds.low),
-            mismatch=mismatch,
-        ),
-        rollout=replace(
-            config.rollout,
-            kv_cache_gb=cache,
-            seed=seed if config.rollout.seed is None else config.rollout.seed,
-        ),
-        data=replace(
-            config.data,
-            minibatch_prompts=config.data.minibatch_prompts or config.data.prompts_per_step,
-            shuffle_seed=(seed if config.data.shuffle_seed is None else config.data.shuffle_seed),
-        ),
-    )
 
 
 def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:

@@ -1,0 +1,172 @@
+"""What a config may hold: choices and intervals of each key, and the checks between keys.
+
+Every mistake is a ValueError of one line with value, limit and cure. Checks that need no file are
+called by `config_file.load_config`, `check_layout` where the world size is known; those that open
+files belong to `trainer/preflight.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megagrpo.config import Config
+from megagrpo.types import Layout
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # of vllm 0.32; it raises lower ones to this
+
+
+def check_choices(node: Any, prefix: str = "") -> None:
+    """Refuse a value outside its field's choices or interval, anywhere in the tree."""
+    for item in fields(node):
+        value, name = getattr(node, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            check_choices(value, f"{name}.")
+        elif name == "rewards":
+            for number, reward in enumerate(value):
+                check_choices(reward, f"rewards[{number}].")
+        elif item.metadata["choices"] and value not in item.metadata["choices"]:
+            allowed = [str(choice) for choice in item.metadata["choices"] if choice is not None]
+            raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(allowed)}")
+        elif isinstance(value, int | float):
+            _check_interval(name, value, item.metadata["within"] or "(-inf, inf)")
+
+
+def _check_interval(name: str, value: float, interval: str) -> None:
+    """Refuse a number outside "[low, high)"; nan and the infinities always are."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ValueError(f"{name}={value} is outside {interval}; choose a number inside")
+
+
+def check_values(config: Config) -> None:
+    """Checks between keys; each message says value, limit and cure."""
+    _check_counts(config)
+    _check_sampling(config)
+    _check_export(config)
+    parallel, optim = config.parallel, config.optim
+    for name in ("vpp", "cp", "ep", "etp"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(
+                f"parallel.{name}={getattr(parallel, name)} is not in this version; use 1"
+            )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1; it is 1")
+    uneven = parallel.first_stage_layers or parallel.last_stage_layers
+    if uneven and parallel.pp == 1:
+        raise ValueError("parallel.first/last_stage_layers need parallel.pp > 1; it is 1")
+    if config.reference.use == "never" and config.algorithm.kl.beta > 0:
+        raise ValueError(
+            f"algorithm.kl.beta={config.algorithm.kl.beta} needs a reference; "
+            "set reference.use=auto or beta=0"
+        )
+    for name in ("path", "offload"):
+        if config.reference.use == "never" and getattr(config.reference, name) is not None:
+            raise ValueError(f"reference.{name} has no effect with reference.use=never; remove one")
+    if optim.min_lr > optim.lr:
+        raise ValueError(f"optim.min_lr={optim.min_lr} is over optim.lr={optim.lr}; lower it")
+    if optim.schedule == "constant" and optim.min_lr != 0.0:
+        raise ValueError(f"optim.min_lr={optim.min_lr} has no effect with schedule=constant")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1)")
+    names = [reward.name for reward in config.rewards if reward.name is not None]
+    if len(names) != len(set(names)):
+        raise ValueError(f"rewards have the same name twice: {names}; give each its own name")
+
+
+def _check_export(config: Config) -> None:
+    """An export is made of a checkpoint, so it is due only where one is."""
+    save, export = config.trainer.save_every, config.trainer.export_hf_every
+    if save and export % save:
+        said = f"trainer.export_hf_every={export} is no multiple of trainer.save_every={save}"
+        raise ValueError(f"{said}; exports are made at saves")
+
+
+def check_required(config: Config, required: Sequence[str]) -> None:
+    """Refuse an unset key that the command needs, and rewards that are none."""
+    for name in required:
+        section, key = name.split(".")
+        if not getattr(getattr(config, section), key):
+            raise ValueError(f"{name} is not set; give a path, e.g. {name}=PATH")
+    if not config.rewards:
+        raise ValueError("rewards is empty; give at least one, e.g. rewards=[{path: exact_match}]")
+    for number, reward in enumerate(config.rewards):
+        if not reward.path:
+            raise ValueError(f"rewards[{number}].path is not set; e.g. exact_match or module:name")
+
+
+def _check_counts(config: Config) -> None:
+    """The units of a batch."""
+    if config.rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size={config.rollout.group_size}: a group-relative advantage needs at "
+            "least 2 completions per prompt"
+        )
+    per_step, mini = config.data.prompts_per_step, config.data.minibatch_prompts
+    if mini is not None and (mini < 1 or per_step % mini):
+        raise ValueError(
+            f"data.minibatch_prompts={mini} does not divide data.prompts_per_step={per_step} "
+            "(both count prompts); choose a divisor"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > config.data.max_tokens_per_microbatch:
+        raise ValueError(
+            f"data.max_tokens_per_microbatch={config.data.max_tokens_per_microbatch} is below one "
+            f"sequence of rollout.max_prompt_tokens + max_response_tokens = {longest}; raise it"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    """Training samples must come from the distribution that the trainer scores."""
+    rollout = config.rollout
+    if rollout.temperature <= 0:
+        raise ValueError(
+            f"rollout.temperature={rollout.temperature} must be > 0 in training; "
+            "greedy decoding belongs to eval.temperature=0"
+        )
+    for name, value, off in (
+        ("top_p", rollout.top_p, 1.0),
+        ("top_k", rollout.top_k, 0),
+        ("min_p", rollout.min_p, 0.0),
+    ):
+        if value != off:
+            raise ValueError(
+                f"rollout.{name}={value}: the trainer scores the unfiltered distribution, so "
+                f"training needs {name}={off}"
+            )
+    if config.eval.temperature < 0:
+        raise ValueError(f"eval.temperature={config.eval.temperature} must be >= 0; 0 is greedy")
+    for name, value in (("rollout", rollout.temperature), ("eval", config.eval.temperature)):
+        if value != 0 and not LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
+            raise ValueError(
+                f"{name}.temperature={value} is outside {LOWEST_TEMPERATURE}..{HIGHEST_TEMPERATURE}"
+                ", what vLLM samples with; choose a number inside"
+            )
+    if config.eval.temperature == 0 and config.eval.samples > 1:
+        raise ValueError(
+            f"eval.samples={config.eval.samples} greedy completions are all the same; "
+            "set eval.temperature > 0 or samples=1"
+        )
+
+
+def check_layout(config: Config, world: int) -> Layout:
+    """The trainer's layout for `world` ranks; raises ValueError if it cannot be."""
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if world % (tp * pp):
+        raise ValueError(
+            f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} does not divide the {world} "
+            f"processes; start a multiple of {tp * pp}"
+        )
+    if world % config.rollout.tp:
+        raise ValueError(
+            f"rollout.tp={config.rollout.tp} does not divide the {world} processes; "
+            f"use one of {[n for n in range(1, world + 1) if world % n == 0]}"
+        )
+    return Layout(
+        world=world,
+        tp=tp,
+        pp=pp,
+        first_stage_layers=config.parallel.first_stage_layers,
+        last_stage_layers=config.parallel.last_stage_layers,
+    )
