@@ -1,18 +1,18 @@
 """Draws G completions for every prompt and scores a group while other groups still generate.
 
-Prompts go to engine replicas by their number within the step (group % replicas), so the order of
+Prompts go to engine replicas by their place in the batch (place % replicas), so the order of
 submission never depends on time. Every tensor-parallel rank of a replica runs the same requests in
 lockstep; only its rank 0 hears of finished completions and runs the rewards (design 4.7). At the
 end all ranks hold all samples in (group, member) order.
 
-Left out: refilling filtered groups, over-sampling, partial rollouts.
+Left out: which groups are trained (refill.py), partial rollouts.
 
 Letters: G group size.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megagrpo.rewards.runner import RewardRunner
@@ -44,18 +44,24 @@ class Collector:
     gather: Callable[[Any], list[Any]]  # an object of every rank, on every rank; all ranks join
 
     def collect(
-        self, prompts: Sequence[Prompt], draw: Draw, sampling: Sampling, group_size: int
+        self,
+        prompts: Sequence[Prompt],
+        draw: Draw,
+        sampling: Sampling,
+        group_size: int,
+        first_group: int = 0,
     ) -> list[Sample]:
         """`group_size` samples per prompt, the same list on every rank.
 
-        All ranks join. A reward that raises, hangs or answers nonsense marks its samples failed;
-        a reward of None leaves `reward` None.
+        All ranks join. Groups are numbered from `first_group`: those of several batches of a step
+        differ, and so do the seeds of their requests. A reward that raises, hangs or answers
+        nonsense marks its samples failed; a reward of None leaves `reward` None.
         """
         engine = self.engine
-        mine = [group for group in range(len(prompts)) if group % engine.replicas == engine.replica]
+        mine = [place for place in range(len(prompts)) if place % engine.replicas == engine.replica]
         requests = [
-            Request(prompts[group].ids, draw.request_seed(group, member))
-            for group in mine
+            Request(prompts[place].ids, draw.request_seed(first_group + place, member))
+            for place in mine
             for member in range(group_size)
         ]
         groups = _Groups(prompts, mine, group_size, self)
@@ -66,13 +72,14 @@ class Collector:
         )
         rows = groups.scored(completions) if leads else []
         return sorted(
-            (_restore(row, prompts) for part in self.gather(rows) for row in part),
+            (_restore(row, prompts, first_group) for part in self.gather(rows) for row in part),
             key=lambda sample: (sample.group, sample.member),
         )
 
 
 class _Groups:
-    """Completions on their way into whole groups, on the replica's rank 0."""
+    """Completions on their way into whole groups, on the replica's rank 0; a group goes by its
+    place in the batch."""
 
     def __init__(
         self, prompts: Sequence[Prompt], mine: list[int], size: int, collector: Collector
@@ -128,10 +135,11 @@ class _Groups:
         return samples
 
 
-def _restore(sample: Sample, prompts: Sequence[Prompt]) -> Sample:
-    """The sample with its whole prompt; checks that it came back to the group it was drawn for."""
+def _restore(sample: Sample, prompts: Sequence[Prompt], first_group: int) -> Sample:
+    """The sample with its whole prompt and its group's number in the step; checks that it came
+    back to the place that it was drawn for."""
     prompt = prompts[sample.group]
     assert sample.prompt.index == prompt.index, (
         f"group {sample.group} was prompt {prompt.index}, came back as {sample.prompt.index}"
     )
-    return Sample(**{**vars(sample), "prompt": prompt})
+    return replace(sample, prompt=prompt, group=first_group + sample.group)

@@ -1,17 +1,92 @@
-"""One rollout as a JSON lines file, exact enough to train on again.
+"""Rollouts in memory and as JSON lines files, exact enough to train on again.
 
-Ids are integers and log-probs are written with the shortest digits that read back to the same
-float, so a loaded sample equals the dumped one. Left out: columns that JSON does not know (dates,
-bytes) come back as their text, tuples as lists.
+A rollout keeps every group that was generated, those that are not trained too: statistics and
+accounts are about all of them. Ids are integers and log-probs are written with the shortest digits
+that read back to the same float, so a loaded sample equals the dumped one. Left out: columns that
+JSON does not know (dates, bytes) come back as their text, tuples as lists.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megagrpo.types import Completion, Prompt, Sample
+
+FLAT = "flat"  # a group without signal, filtered
+FAILED = "failed"  # a group without a rated sample, replaced by a spare one
+SURPLUS = "surplus"  # a good group beyond need
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Samples of whole groups in a fixed order; every method returns another rollout.
+
+    Example: groups 0 and 1 of two samples each, dropped {1: "flat"}: `kept` are the two of group 0.
+    """
+
+    samples: tuple[Sample, ...] = ()  # all of them; those of a group stand together
+    dropped: Mapping[int, str] = field(default_factory=dict)  # by group: why it is not trained
+
+    @property
+    def kept(self) -> list[Sample]:
+        """The samples of the groups that are trained."""
+        return [sample for sample in self.samples if sample.group not in self.dropped]
+
+    @property
+    def groups(self) -> dict[int, list[Sample]]:
+        """The samples of every group, in order."""
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.group, []).append(sample)
+        return found
+
+    def append(self, other: "Rollout") -> "Rollout":
+        """Both; the groups of `other` are numbered on, so that no two groups share a number."""
+        start = 1 + max((sample.group for sample in self.samples), default=-1)
+        number = {group: start + place for place, group in enumerate(other.groups)}
+        return Rollout(
+            self.samples + tuple(replace(s, group=number[s.group]) for s in other.samples),
+            {**self.dropped, **{number[group]: why for group, why in other.dropped.items()}},
+        )
+
+    def drop(self, groups: Iterable[int], why: str) -> "Rollout":
+        """Without these groups in `kept`; a group that was dropped before keeps its reason."""
+        return replace(self, dropped={**dict.fromkeys(groups, why), **self.dropped})
+
+    def filter(self, keep: Callable[[Sequence[Sample]], bool], why: str = FLAT) -> "Rollout":
+        """Drops every group that `keep(its samples)` refuses."""
+        return self.drop([g for g, samples in self.groups.items() if not keep(samples)], why)
+
+    def shuffle(self, seed: int) -> "Rollout":
+        """The groups in an order that follows from `seed` alone; members stay in theirs."""
+        groups = list(self.groups.values())
+        random.Random(seed).shuffle(groups)
+        return replace(self, samples=tuple(sample for group in groups for sample in group))
+
+    def dump(self, path: str | Path, extras: Mapping[str, Sequence[Any]] | None = None) -> Path:
+        """Write `dump_rollouts` of all samples with the reason of each dropped one."""
+        dropped = [self.dropped.get(sample.group) for sample in self.samples]
+        return dump_rollouts(path, self.samples, {**(extras or {}), "dropped": dropped})
+
+    @staticmethod
+    def load(path: str | Path) -> "Rollout":
+        """Read it back, in order; raises ValueError with file and line for what is no sample."""
+        samples: list[Sample] = []
+        dropped: dict[int, str] = {}
+        with open(path, encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                try:
+                    line = json.loads(text)
+                    samples.append(_from_line(line))
+                except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{path}:{number}: not a dumped sample ({error!r})") from error
+                if line.get("dropped") is not None:
+                    dropped[samples[-1].group] = line["dropped"]
+        return Rollout(tuple(samples), dropped)
 
 
 def dump_rollouts(
@@ -44,18 +119,19 @@ def dump_rollouts(
 
 
 def load_rollouts(path: str | Path) -> list[Sample]:
-    """Read the samples back in order, ids and log-probs exactly as dumped.
+    """All samples in order, ids and log-probs exactly as dumped; `Rollout.load` says more."""
+    return list(Rollout.load(path).samples)
 
-    Raises ValueError with file and line for a line that is no sample.
-    """
-    samples = []
-    with open(path, encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                samples.append(_from_line(json.loads(text)))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: not a dumped sample ({error!r})") from error
-    return samples
+
+def dumped_steps(folder: str | Path) -> list[int]:
+    """Numbers of the steps whose rollouts lie in `folder`, ascending."""
+    stems = [path.stem.removeprefix("step_") for path in Path(folder).glob("step_*.jsonl")]
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def step_file(folder: str | Path, step: int) -> Path:
+    """Where the rollout of a step is dumped."""
+    return Path(folder) / f"step_{step}.jsonl"
 
 
 def _to_line(sample: Sample) -> dict[str, Any]:
