@@ -4,11 +4,11 @@ They exist as pure functions of tensors and global counts so that the update can
 layout, the micro-batch cut or the packing. What differs from PPO and from the papers: no critic; a
 log-ratio is clamped to +-20 (as verl) so that no branch overflows; bnpo is the token mean of the
 whole optimizer step, which makes it dapo's; the off-policy mask, the rollout weight and the KL term
-follow in this order and KL is never weighted. Left out: quantiles and top-k (they need the whole
-optimizer step), prompt means, sequences that several ranks share (context parallelism).
+follow in this order and KL is never weighted. Left out: quantiles and top-k (entropy.py; they need
+the whole optimizer step), sequences that several ranks share (context parallelism).
 
-Who divides: the coefficient of every token (`_token_coefficients`) holds the global denominator.
-Nothing after it may divide or average: Megatron runs with calculate_per_token_loss=True, without
+Who divides: the coefficient of every token (aggregation.py) holds the global denominator. Nothing
+after it may divide or average: Megatron runs with calculate_per_token_loss=True, without
 num_tokens at finalize, and DDP sums.
 
 Letters: B sequences of this micro-batch, T packed tokens, A advantage, w ratio, k KL, H entropy.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megagrpo.algo.aggregation import LossCounts, token_coefficients
 from megagrpo.algo.kl import kl_estimate
 from megagrpo.algo.segments import (
     check_sequence_shapes,
@@ -25,17 +26,8 @@ from megagrpo.algo.segments import (
     flat_mask,
     segment_sum,
 )
-from megagrpo.algo.settings import LossSettings, aggregation_name
+from megagrpo.algo.settings import LossSettings
 from megagrpo.algo.terms import LOG_RATIO_CLAMP, WEIGHTS_INSIDE, Tokens, find_term
-
-
-@dataclass(frozen=True)
-class LossCounts:
-    """What the whole optimizer step holds, over all ranks and micro-batches."""
-
-    total_tokens: int  # N, tokens with mask 1
-    total_sequences: int  # B, sequences with at least one such token
-    max_response_length: int  # tokens; the limit, not the longest seen
 
 
 @dataclass(frozen=True)
@@ -61,48 +53,46 @@ def policy_loss(
     rollout_weights: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    token_keep: torch.Tensor | None = None,
+    prompt_tokens: torch.Tensor | None = None,
 ) -> LossOutput:
     """The loss `name` of one micro-batch and the sums of its metrics.
 
-        x = term(w, A);  x = x keep;  x = x rollout_weight;  x = x + beta k - entropy_coef H
-        loss = sum over tokens of coefficient * x, coefficient by `settings.aggregation`
+        x = term(w, A);  x = x token_keep;  x = x keep;  x = x rollout_weight
+        x = x + beta k - entropy_coef H;  loss = sum over tokens of coefficient * x
 
-    Per token, all of one shape ([T], or [B, S] with `sequence` of that shape): logprobs float32 or
-    float64 with gradient; old_logprobs (None: stopgrad(logprobs), the on-policy case), ref_logprobs
-    and rollout_weights without; mask bool or 0/1; sequence int64, index in [0, num_sequences);
-    entropy with gradient. Per sequence [num_sequences]: advantages (any float), keep bool (False
-    drops the policy term). Masked entries may hold anything, NaN included.
+    The denominator is in aggregation.token_coefficients. Per token, all [T], or [B, S] with
+    `sequence` of that shape: logprobs float32 or float64 with gradient; old_logprobs (None:
+    stopgrad(logprobs), on-policy), ref_logprobs, rollout_weights; mask and token_keep (False drops
+    the policy term alone) bool or 0/1; sequence int64 in [0, num_sequences); entropy with gradient.
+    Per sequence [num_sequences]: advantages (any float), keep bool (False drops the policy term),
+    prompt_tokens (for prompt-mean). Masked entries may hold anything, NaN included.
 
-    Sums are those of `_metric_sums`, and where the tensors are given kl_loss (over the loss's
-    denominator, without beta) and the sums over tokens ref_k1, ref_k3 and entropy.
-    Raises ValueError for an unknown name, a mask that is not 0/1 or a shape that differs.
+    Sums: `_metric_sums`; with their tensors kl_loss (over the loss's denominator, without beta) and
+    the sums over tokens ref_k1, ref_k3 and entropy. Raises ValueError for an unknown name, a mask
+    that is not 0/1 or a shape that differs.
     """
     term_of = find_term(name)
-    check_token_shapes(
-        logprobs.shape,
-        old_logprobs=old_logprobs,
-        mask=mask,
-        sequence=sequence,
-        ref_logprobs=ref_logprobs,
-        rollout_weights=rollout_weights,
-        entropy=entropy,
+    optional = {"ref_logprobs": ref_logprobs, "entropy": entropy, "token_keep": token_keep}
+    check_token_shapes(logprobs.shape, **optional)
+    check_sequence_shapes(
+        num_sequences, advantages=advantages, keep=keep, prompt_tokens=prompt_tokens
     )
-    check_sequence_shapes(num_sequences, advantages=advantages, keep=keep)
     tokens = _masked_tokens(
         logprobs=logprobs,
         old_logprobs=logprobs if old_logprobs is None else old_logprobs,
         advantages=advantages,
-        mask=flat_mask(mask),
-        sequence=sequence.reshape(-1),
-        weights=rollout_weights,
+        mask=mask,
+        sequence=sequence,
+        rollout_weights=rollout_weights,
         level=settings.level,
     )
-    coefficients = _token_coefficients(tokens, counts, settings.aggregation)
+    coefficients = _coefficients(tokens, counts, settings.aggregation, prompt_tokens)
     term, clip_low, clip_high = term_of(tokens, settings)
-    term = _masked_and_weighted(term, tokens, keep, weighted=name in WEIGHTS_INSIDE)
-    pg_loss = (coefficients * term).sum()
-    sums = _metric_sums(pg_loss, tokens, clip_low, clip_high)
-    loss = _add_kl(pg_loss, tokens, ref_logprobs, coefficients, settings, sums)
+    term = _weighted(_kept(term, tokens, token_keep, keep), tokens, name)
+    loss = (coefficients * term).sum()
+    sums = _metric_sums(loss, tokens, clip_low, clip_high, token_keep, keep)
+    loss = _add_kl(loss, tokens, ref_logprobs, coefficients, settings, sums)
     loss = _add_entropy(loss, tokens, entropy, coefficients, settings, sums)
     return LossOutput(loss=loss, sums=sums)
 
@@ -114,10 +104,18 @@ def _masked_tokens(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     sequence: torch.Tensor,
-    weights: torch.Tensor | None,
+    rollout_weights: torch.Tensor | None,
     level: str,
 ) -> Tokens:
     """Flatten, and replace masked entries before any arithmetic so that a NaN there is harmless."""
+    check_token_shapes(
+        logprobs.shape,
+        old_logprobs=old_logprobs,
+        mask=mask,
+        sequence=sequence,
+        rollout_weights=rollout_weights,
+    )
+    mask, sequence = flat_mask(mask), sequence.reshape(-1)
     current = torch.where(mask, logprobs.reshape(-1), 0.0)
     old = torch.where(mask, old_logprobs.detach().reshape(-1), 0.0)
     log_ratio = (current - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -132,47 +130,58 @@ def _masked_tokens(
         log_ratio=log_ratio,
         ratio=ratio,
         advantages=torch.where(mask, advantages.detach().to(current.dtype)[sequence], 0.0),
-        weights=None if weights is None else torch.where(mask, weights.detach().reshape(-1), 1.0),
+        weights=None
+        if rollout_weights is None
+        else torch.where(mask, rollout_weights.detach().reshape(-1), 1.0),
         mask=mask,
         sequence=sequence,
         lengths=lengths,
     )
 
 
-def _masked_and_weighted(
-    term: torch.Tensor, tokens: Tokens, keep: torch.Tensor | None, *, weighted: bool
+def _coefficients(
+    tokens: Tokens, counts: LossCounts, aggregation: str, prompt_tokens: torch.Tensor | None
 ) -> torch.Tensor:
-    """The off-policy sequence mask first, then the rollout weight unless it is in there already."""
-    if keep is not None:
-        term = torch.where(keep[tokens.sequence], term, 0.0)
-    return term if weighted or tokens.weights is None else term * tokens.weights
+    """[T], with the global denominator inside."""
+    return token_coefficients(
+        mask=tokens.mask,
+        sequence=tokens.sequence,
+        lengths=tokens.lengths,
+        counts=counts,
+        aggregation=aggregation,
+        prompt_tokens=prompt_tokens,
+    )
 
 
-def _token_coefficients(tokens: Tokens, counts: LossCounts, aggregation: str) -> torch.Tensor:
-    """[T]: 0 at masked tokens, else 1 / (the global denominator); the only place that divides.
+def _kept(
+    term: torch.Tensor, tokens: Tokens, token_keep: torch.Tensor | None, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """0 where the token mask or the off-policy sequence mask says so."""
+    if token_keep is not None:
+        term = torch.where(flat_mask(token_keep), term, 0.0)
+    return term if keep is None else torch.where(keep[tokens.sequence], term, 0.0)
 
-    token-mean: N; seq-mean-token-mean: B * tokens of its sequence; seq-mean-token-sum: B;
-    seq-mean-token-sum-norm: B * max_response_length.
-    """
-    form = aggregation_name(aggregation)
-    dtype = tokens.logprobs.dtype
-    if form == "seq-mean-token-mean":
-        scale = 1.0 / (tokens.lengths.clamp(min=1) * max(counts.total_sequences, 1))
-        return torch.where(tokens.mask, scale[tokens.sequence], 0.0)
-    denominators = {
-        "token-mean": counts.total_tokens,
-        "seq-mean-token-sum": counts.total_sequences,
-        "seq-mean-token-sum-norm": counts.total_sequences * counts.max_response_length,
-    }
-    return tokens.mask.to(dtype) / max(denominators[form], 1)
+
+def _weighted(term: torch.Tensor, tokens: Tokens, name: str) -> torch.Tensor:
+    """Times the rollout weight, unless that is inside of the term already."""
+    return term if tokens.weights is None or name in WEIGHTS_INSIDE else term * tokens.weights
 
 
 def _metric_sums(
-    pg_loss: torch.Tensor, tokens: Tokens, clip_low: torch.Tensor, clip_high: torch.Tensor
+    pg_loss: torch.Tensor,
+    tokens: Tokens,
+    clip_low: torch.Tensor,
+    clip_high: torch.Tensor,
+    token_keep: torch.Tensor | None,
+    keep: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """pg_loss (over the loss's denominator); counts tokens, sequences (with a token), clip_low and
-    clip_high (tokens clipped in the direction of A); ppo_kl (old - current, sum over tokens)."""
-    return {
+    clip_high (tokens clipped in the direction of A); ppo_kl (old - current, sum over tokens).
+
+    With token_keep entropy_kept_tokens; with keep what it drops: off_policy_sequences (with a
+    token) and off_policy_tokens.
+    """
+    sums = {
         "pg_loss": pg_loss.detach(),
         "tokens": tokens.mask.sum(),
         "sequences": (tokens.lengths > 0).sum(),
@@ -180,6 +189,12 @@ def _metric_sums(
         "clip_high": (clip_high & tokens.mask).sum(),
         "ppo_kl": -tokens.log_ratio.detach().sum(),
     }
+    if token_keep is not None:
+        sums["entropy_kept_tokens"] = (flat_mask(token_keep) & tokens.mask).sum()
+    if keep is not None:
+        sums["off_policy_sequences"] = ((tokens.lengths > 0) & ~keep).sum()
+        sums["off_policy_tokens"] = (tokens.mask & ~keep[tokens.sequence]).sum()
+    return sums
 
 
 def _add_kl(

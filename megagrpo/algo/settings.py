@@ -5,7 +5,10 @@ and because a setting that the chosen loss never reads must be refused before an
 Left out: where the numbers come from (config.py) and everything that depends on data.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megagrpo.algo.advantages import NORMALIZE_NAMES
 from megagrpo.algo.kl import ESTIMATORS
@@ -15,6 +18,7 @@ AGGREGATIONS = {
     "seq-mean-token-mean": "seq-mean-token-mean",
     "seq-mean-token-sum": "seq-mean-token-sum",
     "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
+    "prompt-mean": "prompt-mean",
     "grpo": "seq-mean-token-mean",
     "gspo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
@@ -25,7 +29,7 @@ AGGREGATIONS = {
     "luspo": "seq-mean-token-sum",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
-"""verl's names, and TRL's names of losses, to the four forms; any loss may use any of them."""
+"""verl's names, and TRL's names of losses, to the five forms; any loss may use any of them."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class LossSettings:
     cap: float | None = None  # cispo: absolute cap of the ratio
     delta: float | None = None  # the unclipped ratio is bounded from above
     dual_clip: float | None = None  # bound c on the loss of A < 0: at most -c A
-    tau_positive: float = 1.0  # sapo: temperature of the gate for A > 0
-    tau_negative: float = 1.05  # sapo: for A <= 0
-    gamma_positive: tuple[float, float] = (2.0, 3.0)  # vespo: (k, lambda) for A >= 0
-    gamma_negative: tuple[float, float] = (3.0, 2.0)  # vespo: for A < 0
+    tau_positive: float | None = None  # sapo: temperature of the gate for A > 0
+    tau_negative: float | None = None  # sapo: for A <= 0
+    gamma_positive: tuple[float, float] | None = None  # vespo: (k, lambda) for A >= 0
+    gamma_negative: tuple[float, float] | None = None  # vespo: for A < 0
     beta: float = 0.0  # coefficient of the KL to the reference, in the loss
     kl_estimator: str = "k3"  # a key of kl.ESTIMATORS
     unbiased_kl: bool = False  # multiply the estimator by the ratio, with its gradient
@@ -55,12 +59,39 @@ class LossDefaults:
     """What a loss brings along, and which optional settings it reads."""
 
     settings: LossSettings
-    reads: frozenset[str]  # of eps_low, eps_high, cap, delta, dual_clip
+    reads: frozenset[str]  # of OPTIONAL
     levels: tuple[str, ...] = ("token", "sequence")
     corrections: str = "any"  # rollout correction modes: "any", or those that start with this
 
 
+OPTIONAL = (
+    "eps_low",
+    "eps_high",
+    "cap",
+    "delta",
+    "dual_clip",
+    "tau_positive",
+    "tau_negative",
+    "gamma_positive",
+    "gamma_negative",
+)
+"""Settings that some losses read and others must refuse."""
+
 _CLIP = frozenset({"eps_low", "eps_high", "delta", "dual_clip"})
+
+_LIMITS = {
+    "eps_low": (0.0, 1.0),
+    "eps_high": (0.0, math.inf),
+    "cap": (0.0, math.inf),
+    "delta": (0.0, math.inf),
+    "dual_clip": (1.0, math.inf),
+    "tau_positive": (0.0, math.inf),
+    "tau_negative": (0.0, math.inf),
+    "gamma_positive": (0.0, math.inf),
+    "gamma_negative": (0.0, math.inf),
+    "beta": (0.0, math.inf),
+    "entropy_coef": (-math.inf, math.inf),  # below 0 it is a penalty
+}
 
 LOSS_DEFAULTS: dict[str, LossDefaults] = {
     "grpo": LossDefaults(LossSettings("seq-mean-token-mean", eps_low=0.2, eps_high=0.2), _CLIP),
@@ -81,15 +112,21 @@ LOSS_DEFAULTS: dict[str, LossDefaults] = {
     "cispo_relative": LossDefaults(
         LossSettings("token-mean", eps_high=0.2), frozenset({"eps_high"})
     ),
-    "sapo": LossDefaults(LossSettings("seq-mean-token-mean"), frozenset()),
+    "sapo": LossDefaults(
+        LossSettings("seq-mean-token-mean", tau_positive=1.0, tau_negative=1.05),
+        frozenset({"tau_positive", "tau_negative"}),
+    ),
     "vespo": LossDefaults(
-        LossSettings("token-mean"), frozenset(), levels=("token",), corrections="token_"
+        LossSettings("token-mean", gamma_positive=(2.0, 3.0), gamma_negative=(3.0, 2.0)),
+        frozenset({"gamma_positive", "gamma_negative"}),
+        levels=("token",),
+        corrections="token_",
     ),
 }
 
 
 def aggregation_name(name: str) -> str:
-    """One of the four forms under verl's name; raises ValueError listing the names."""
+    """One of the five forms under verl's name; raises ValueError listing the names."""
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregation {name!r} is unknown; use one of {list(AGGREGATIONS)}")
     return AGGREGATIONS[name]
@@ -106,6 +143,10 @@ def resolve_loss_defaults(
     cap: float | None = None,
     delta: float | None = None,
     dual_clip: float | None = None,
+    tau_positive: float | None = None,
+    tau_negative: float | None = None,
+    gamma_positive: Sequence[float] | None = None,
+    gamma_negative: Sequence[float] | None = None,
     beta: float = 0.0,
     kl_estimator: str = "k3",
     unbiased_kl: bool = False,
@@ -114,32 +155,30 @@ def resolve_loss_defaults(
 ) -> LossSettings:
     """The settings of loss `name`: what is given, and its own default for every null.
 
-    correction: mode of the rollout correction, checked only. Raises ValueError for an unknown loss
-    or aggregation, a setting that this loss never reads, a level or a correction mode that it does
-    not have, and numbers out of range. Defaults: DAPO arXiv 2503.14476, Dr.GRPO 2503.20783,
-    GSPO 2507.18071, CISPO 2506.13585.
+    gamma_positive and gamma_negative are pairs (k, lambda). correction: mode of the rollout
+    correction, checked only. Raises ValueError for an unknown loss or aggregation, a setting that
+    this loss never reads, a level or a correction mode that it does not have, unbiased_kl without
+    beta, and numbers out of range. Defaults: DAPO arXiv 2503.14476, Dr.GRPO 2503.20783, GSPO
+    2507.18071, CISPO 2506.13585, SAPO 2511.20347.
     """
     if name not in LOSS_DEFAULTS:
         raise ValueError(f"loss {name!r} is unknown; use one of {list(LOSS_DEFAULTS)}")
     defaults = LOSS_DEFAULTS[name]
-    optional: dict[str, float | None] = {
+    if level is not None and level not in defaults.levels:
+        raise ValueError(f"level={level!r} is not of loss {name!r}; use one of {defaults.levels}")
+    if correction is not None and defaults.corrections != "any":
+        _check_correction(name, correction, defaults.corrections)
+    given: dict[str, Any] = {
         "eps_low": eps_low,
         "eps_high": eps_high,
         "cap": cap,
         "delta": delta,
         "dual_clip": dual_clip,
+        "tau_positive": tau_positive,
+        "tau_negative": tau_negative,
+        "gamma_positive": gamma_positive,
+        "gamma_negative": gamma_negative,
     }
-    given = {key: value for key, value in optional.items() if value is not None}
-    for key, value in given.items():
-        if key not in defaults.reads:
-            raise ValueError(
-                f"{key}={value} has no effect on loss {name!r}; leave it null (it reads "
-                f"{sorted(defaults.reads) or 'none of these'})"
-            )
-    if level is not None and level not in defaults.levels:
-        raise ValueError(f"level={level!r} is not of loss {name!r}; use one of {defaults.levels}")
-    if correction is not None and defaults.corrections != "any":
-        _check_correction(name, correction, defaults.corrections)
     settings = replace(
         defaults.settings,
         aggregation=aggregation_name(aggregation or defaults.settings.aggregation),
@@ -149,10 +188,31 @@ def resolve_loss_defaults(
         kl_estimator=kl_estimator,
         unbiased_kl=unbiased_kl,
         entropy_coef=entropy_coef,
-        **given,  # type: ignore[arg-type]
+        **_optional_settings(name, defaults.reads, given),
     )
     _check_values(settings)
     return settings
+
+
+def _optional_settings(name: str, reads: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+    """What of `given` is not null; raises ValueError for what loss `name` never reads."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key not in reads:
+            raise ValueError(
+                f"{key}={value} has no effect on loss {name!r}; leave it null (it reads "
+                f"{sorted(reads) or 'none of these'})"
+            )
+        found[key] = _pair(key, value) if key.startswith("gamma") else value
+    return found
+
+
+def _pair(key: str, value: Sequence[float]) -> tuple[float, float]:
+    if isinstance(value, str | int | float) or len(value) != 2:
+        raise ValueError(f"{key}={value} must be two numbers, (k, lambda), for example (2.0, 3.0)")
+    return float(value[0]), float(value[1])
 
 
 def _check_correction(name: str, correction: str, prefix: str) -> None:
@@ -164,15 +224,7 @@ def _check_correction(name: str, correction: str, prefix: str) -> None:
 
 
 def _check_values(settings: LossSettings) -> None:
-    """Names that do not exist and ranges outside of which a setting has no meaning."""
-    limits = {
-        "eps_low": (settings.eps_low, 0.0, 1.0),
-        "eps_high": (settings.eps_high, 0.0, float("inf")),
-        "cap": (settings.cap, 0.0, float("inf")),
-        "delta": (settings.delta, 0.0, float("inf")),
-        "dual_clip": (settings.dual_clip, 1.0, float("inf")),
-        "beta": (settings.beta, 0.0, float("inf")),
-    }
+    """Names that do not exist, ranges outside of which a setting has no meaning or no effect."""
     if settings.normalize not in NORMALIZE_NAMES:
         raise ValueError(
             f"normalize={settings.normalize!r} is unknown; use one of {NORMALIZE_NAMES}"
@@ -181,6 +233,13 @@ def _check_values(settings: LossSettings) -> None:
         raise ValueError(
             f"KL estimator {settings.kl_estimator!r} is unknown; use one of {list(ESTIMATORS)}"
         )
-    for key, (value, low, high) in limits.items():
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{key}={value} is outside {low}..{high}; choose a number inside")
+    for key, (low, high) in _LIMITS.items():
+        value = vars(settings)[key]
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not (low <= number <= high and math.isfinite(number)):
+                raise ValueError(f"{key}={value} is outside {low}..{high}; choose a number inside")
+    for key in ("tau_positive", "tau_negative"):
+        if vars(settings)[key] == 0:
+            raise ValueError(f"{key}=0 switches the gate off; choose a temperature > 0")
+    if settings.unbiased_kl and not settings.beta:
+        raise ValueError("unbiased_kl=True has no effect with beta=0; set beta or leave it false")

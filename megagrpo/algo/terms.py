@@ -74,6 +74,7 @@ def _cispo_relative_term(tokens: Tokens, settings: LossSettings) -> Term:
 def _sapo_term(tokens: Tokens, settings: LossSettings) -> Term:
     """-(4 / tau) sigmoid(tau (w - 1)) A, a gate of slope 1 at w = 1. SAPO arXiv 2511.20347."""
     advantages = tokens.advantages
+    assert settings.tau_positive is not None and settings.tau_negative is not None, settings
     positive = advantages.new_tensor(settings.tau_positive)  # a number would become float32
     negative = advantages.new_tensor(settings.tau_negative)
     tau = torch.where(advantages > 0, positive, negative)
@@ -92,6 +93,7 @@ def _vespo_term(tokens: Tokens, settings: LossSettings) -> Term:
         log_w = log_w + tokens.weights.clamp(min=RATIO_FLOOR).log().clamp(max=LOG_RATIO_CLAMP)
     log_w = segment_sum(log_w, tokens.sequence, len(tokens.lengths))[tokens.sequence]
     log_w = log_w.clamp(math.log(RATIO_FLOOR), LOG_RATIO_CLAMP)
+    assert settings.gamma_positive is not None and settings.gamma_negative is not None, settings
     k_up, lambda_up = settings.gamma_positive
     k_down, lambda_down = settings.gamma_negative
     up = lambda_up + k_up * log_w - lambda_up * log_w.exp()
