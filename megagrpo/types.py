@@ -30,22 +30,62 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary scaling of Llama 3: `factor` in wavelengths past `original_max_positions`."""
+    """Rotary scaling: `factor` in wavelengths past `original_max_positions`."""
 
-    kind: str  # "llama3" or "linear"
+    kind: str  # "llama3", "linear" or (latent attention only) "yarn"
     factor: float  # ratio by which positions are stretched
     low_freq_factor: float = 1.0  # wavelengths longer than original/low are divided by factor
     high_freq_factor: float = 4.0  # wavelengths shorter than original/high stay as they are
     original_max_positions: int = 8192  # tokens the model was trained on first
+    beta_fast: float = 32.0  # yarn: turns within the first length above which nothing is stretched
+    beta_slow: float = 1.0  # yarn: turns below which everything is stretched
+    mscale: float = 1.0  # yarn: cosine and sine grow by 0.1 * mscale * log(factor) + 1
+    mscale_all_dim: float = 0.0  # yarn: scores grow by the square of that with this number
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that replaces the MLP of every layer."""
+    """The mixture of experts that replaces the MLP of every layer, or of all but the first ones."""
 
     count: int
     top_k: int  # experts per token
     router_bias: bool = False  # a bias per expert that only steers the choice
+    ffn_hidden_size: int | None = None  # of one expert; None: the model's
+    shared_ffn: int = 0  # size of the shared experts, which every token passes; 0: none
+    dense_layers: int = 0  # layers at the start that have a plain MLP of the model's size
+    score: str = "softmax"  # or "sigmoid": how logits become weights
+    normalized: bool = True  # the weights of the chosen experts add up to 1 before `scale`
+    scale: float = 1.0  # factor of the chosen experts' weights
+    groups: int = 1  # experts are chosen within the best `groups_kept` of so many groups
+    groups_kept: int = 1
+    group_score_top: int = 0  # experts of a group whose scores add up to the group's
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek): queries and keys come out of low-rank vectors.
+
+    A head of a query or key is [nope_dim without position; rope_dim with it]; all heads share the
+    key's part with position. `ModelShape.head_dim` is nope_dim + rope_dim.
+    """
+
+    query_rank: int | None  # None: queries come straight out of the hidden state
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class GemmaTraits:
+    """What Gemma 2 and 3 have beyond a Llama: norms that multiply by 1 + weight, a norm behind
+    attention and one behind the MLP, embeddings times sqrt(hidden), and tanh-GELU for SiLU."""
+
+    query_scale: float  # attention scores are multiplied by it
+    windows: tuple[int | None, ...]  # by layer: tokens that a query sees, itself included; or all
+    local_rope_theta: float  # rotary base of the layers with a window
+    attention_softcap: float | None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +97,7 @@ class ModelShape:
     """
 
     architecture: str  # HuggingFace class name, e.g. "Qwen3ForCausalLM"
-    family: str  # "llama", "mistral", "qwen2" or "qwen3"
+    family: str  # transformers' model type, e.g. "llama", "qwen3_moe"
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -73,7 +113,9 @@ class ModelShape:
     rope_scaling: RopeScaling | None
     max_positions: int
     dtype: torch.dtype  # dtype that the config declares
-    experts: Experts | None = None  # ffn_hidden_size is then that of one expert
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    gemma: GemmaTraits | None = None
 
 
 @dataclass(frozen=True)

@@ -88,12 +88,13 @@ def check_layout(
                 ranks = holders.setdefault(piece.hf, {}).setdefault(f"{pp}/{piece.megatron}", {})
                 ranks.setdefault(tp, []).append(piece.hf_box)
     manifest = {info.name: info for info in hf_manifest(shape, shape.dtype)}
-    copied = {hf for row in rows(shape) if row.kind == "replicated" for hf in row.hf}
+    copies = (row for row in rows(shape) if row.under(profile).kind == "replicated")
+    copied = {hf for row in copies for hf in row.hf}
     check_names("HuggingFace", manifest, holders)
     for name, tensors in holders.items():
-        copies = 2 if shape.tied and layout.pp > 1 and name == HF_EMBEDDING else 1
-        if len(tensors) != copies:
-            raise ValueError(f"{name} is held by {sorted(tensors)}, expected {copies} holder(s)")
+        wanted = 2 if shape.tied and layout.pp > 1 and name == HF_EMBEDDING else 1
+        if len(tensors) != wanted:
+            raise ValueError(f"{name} is held by {sorted(tensors)}, expected {wanted} holder(s)")
         for ranks in tensors.values():
             everywhere = LAYER.sub(".{i}.", name, count=1) in copied
             _check_holder(manifest[name], ranks, layout.tp, everywhere)

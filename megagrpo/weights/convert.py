@@ -17,9 +17,10 @@ from megagrpo.weights.experts import open_hf
 from megagrpo.weights.folders import copy_side_files, staged
 from megagrpo.weights.fused import (
     FUSED,
-    LOCAL_NORM,
+    empty_states,
     fused_rows,
     fused_slices,
+    local_keys,
     stacked_box,
     stacked_shape,
     stored_boxes,
@@ -48,8 +49,6 @@ from megagrpo.weights.table import PAD_MULTIPLE, expand, fused_shape, local_shap
 from megagrpo.weights.torch_dist import TorchDistWriter
 from megagrpo.weights.verify import check_source
 
-# Modules of Megatron's local layer spec that keep an (empty) extra state in checkpoints.
-ATTENTION_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 BLOCK_BYTES = 1 << 20  # rows written at a time: small enough to stay in the processor's cache
 Progress = Callable[[int, int], object]
 """progress(bytes done, bytes in all) is called after every piece that was written."""
@@ -85,7 +84,7 @@ def hf_to_megatron(
     infos = {info.name: info for info in check_source(source, shape)}
     parts = by_megatron(fused_slices(shape))
     wanted = {name: dtype or info.dtype for name, info in infos.items()}
-    dtypes, noted = _stored_dtypes(parts, wanted)
+    dtypes, noted = _stored_dtypes(shape, parts, wanted)
     done, nans, total = 0, 0, sum(size_of(i, wanted[i.name]) for i in infos.values())
     with staged(out, hf) as folder:
         if legacy is None:
@@ -151,23 +150,17 @@ def _write_torch_dist(
 ) -> Iterator[torch.Tensor]:
     """Write the checkpoint, yielding every piece that was written."""
     parts = by_megatron(fused_slices(shape))
-    writer = TorchDistWriter(folder)
+    writer, local = TorchDistWriter(folder), local_keys(shape)
     for name, row in fused_rows(shape):
-        key, place = stored_key(name)
+        key, place = stored_key(name, shape)
         full = stacked_shape(shape, key, fused_shape(shape, row))
-        kept = key if profile == "te" else LOCAL_NORM.get(key, key)
+        kept = local.get(key, key) if profile == "local" else key
         for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
             stacked = stacked_box(place, box)
             writer.write(kept, full, stacked, tensor.view(extent(stacked)))
             yield tensor
-    for name in ATTENTION_STATES:
-        writer.write_empty_states(f"decoder.layers.{name}", (shape.num_layers,))
-    for name in ("linear_fc1", "linear_fc2"):
-        if shape.experts is None:
-            writer.write_empty_states(f"decoder.layers.mlp.{name}", (shape.num_layers,))
-        else:
-            counts = (shape.num_layers, shape.experts.count)
-            writer.write_empty_states(f"decoder.layers.mlp.experts.experts.{name}", counts)
+    for module, counts in empty_states(shape):
+        writer.write_empty_states(module, counts)
     writer.close({HF_DTYPES: dict(noted), "content_metadata": {"singleton_local_shards": False}})
 
 
@@ -185,13 +178,13 @@ def _pieces(
 
 
 def _stored_dtypes(
-    parts: Mapping[str, list[Slice]], wanted: Mapping[str, torch.dtype]
+    shape: ModelShape, parts: Mapping[str, list[Slice]], wanted: Mapping[str, torch.dtype]
 ) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
     """(dtype of every stored key, HuggingFace tensors that are stored wider than they are): a key
     has one dtype, which must hold all of its parts exactly."""
     held: dict[str, set[str]] = {}
     for name, pieces in parts.items():
-        held.setdefault(stored_key(name)[0], set()).update(piece.hf for piece in pieces)
+        held.setdefault(stored_key(name, shape)[0], set()).update(piece.hf for piece in pieces)
     stored: dict[str, torch.dtype] = {}
     noted: dict[str, torch.dtype] = {}
     for key, names in held.items():

@@ -128,7 +128,7 @@ def plan(shape: ModelShape, layout: Layout | None = None) -> list[str]:
     gets of it, in the config's dtype. Raises ValueError if the model cannot be cut that way."""
     lines = [f"{shape.architecture}, {shape.num_layers} layers, {_name(shape.dtype)}"]
     for name, row in fused_rows(shape):
-        key, place = stored_key(name)
+        key, place = stored_key(name, shape)
         if any(place):
             continue  # layer 0, expert 0 speaks for all
         stacked = stacked_shape(shape, key, fused_shape(shape, row))
@@ -158,7 +158,7 @@ def _ranks(shape: ModelShape, layout: Layout) -> Iterable[str]:
         if coords.tp == 0:
             filled = valid_boxes(shape, shapes, coords.tp)
             for name, full in shapes.items():
-                if not any(stored_key(name)[1]):
+                if not any(stored_key(name, shape)[1]):
                     kind = kinds[NUMBER.sub("{i}", name, count=1)]
                     of = f", vocabulary padded to a multiple of {PAD_MULTIPLE}" * (name in filled)
                     yield f"    {name}  {list(full)}  {kind}{of}"

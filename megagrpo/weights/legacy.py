@@ -208,7 +208,7 @@ class LegacyTensors:
         check_shapes(where, expected, file.shapes)
         placed = placed_rows(shape, self.layout, coords, self.profile)
         for row, name, layer in placed:
-            key, number = stored_key(row.megatron.format(i=layer))
+            key, number = stored_key(row.megatron.format(i=layer), shape)
             full = fused_shape(shape, row)
             size = stacked_shape(shape, key, full)
             if self.shapes.setdefault(key, size) != size:

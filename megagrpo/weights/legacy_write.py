@@ -32,7 +32,7 @@ from megagrpo.weights.slices import (
     volume,
     whole,
 )
-from megagrpo.weights.table import expand, local_shapes, placed_rows
+from megagrpo.weights.table import expand, expert_ffn, local_shapes, placed_rows
 
 BLOCK_BYTES = 4 << 20
 
@@ -58,7 +58,7 @@ def write_legacy(
         shapes = local_shapes(shape, layout, coords, profile)
         empty = {}
         for row, name, layer in placed_rows(shape, layout, coords, profile):
-            key, _ = stored_key(row.megatron.format(i=layer))
+            key, _ = stored_key(row.megatron.format(i=layer), shape)
             dtype = dtypes[EMBEDDING if row.hf == EMBEDDING_ROW.hf else key]  # a tied head too
             empty[name] = torch.empty(shapes[name], dtype=dtype)
         _reserve(path, empty, {**extra, "args": arguments(shape, layout, shapes)})
@@ -158,7 +158,7 @@ def arguments(
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         num_experts=None if shape.experts is None else shape.experts.count,
-        moe_ffn_hidden_size=None if shape.experts is None else shape.ffn_hidden_size,
+        moe_ffn_hidden_size=expert_ffn(shape) or None,
         moe_router_topk=2 if shape.experts is None else shape.experts.top_k,
         consumed_train_samples=0,
         consumed_valid_samples=0,

@@ -16,9 +16,9 @@ from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
 from megagrpo.weights.blobs import BROKEN, first_line
 from megagrpo.weights.fused import (
-    LOCAL_NORM,
     fused_rows,
     fused_slices,
+    local_keys,
     stacked_box,
     stacked_shape,
     stored_key,
@@ -48,6 +48,7 @@ class MegatronSource:
 
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
         self.stored = open_stored(Path(folder), shape)
+        self._shape, self._local = shape, local_keys(shape)
         fused = fused_rows(shape)
         slices = fused_slices(shape)
         manifest = hf_manifest(shape, shape.dtype)
@@ -57,7 +58,7 @@ class MegatronSource:
             slices.append(Slice(HF_HEAD, full, HEAD, full))
             manifest.append(TensorInfo(HF_HEAD, fused_shape(shape, HEAD_ROW), shape.dtype))
         keys = [key for key in self.stored.shapes if not EXTRA_STATE.search(key)]
-        wanted = {name: stored_key(name)[0] for name, _ in fused}
+        wanted = {name: stored_key(name, shape)[0] for name, _ in fused}
         check_names(f"{folder}", {self.kept(key) for key in wanted.values()}, keys)
         for name, row in fused:
             stacked = stacked_shape(shape, wanted[name], fused_shape(shape, row))
@@ -96,7 +97,7 @@ class MegatronSource:
         cuts = {info.shape[0]}
         for part in from_megatron(self._slices[name]):
             (start, stop), (first, last) = part.at[0], part.box[0]
-            key, place = stored_key(part.name)
+            key, place = stored_key(part.name, self._shape)
             inside = self.stored.row_cuts(self.kept(key), place)
             cuts |= {start, stop} | {start + at - first for at in inside if first < at < last}
         begin = 0
@@ -108,19 +109,21 @@ class MegatronSource:
 
     def read_fused(self, name: str, box: Box) -> torch.Tensor:
         """That region of a fused Megatron tensor, in the stored dtype."""
-        key, place = stored_key(name)
+        key, place = stored_key(name, self._shape)
         region = self.stored.read(self.kept(key), stacked_box(place, box))
         return region[(0,) * len(place)]
 
     def kept(self, key: str) -> str:
         """The name under which this checkpoint keeps a stored key."""
-        return key if key in self.stored.shapes else LOCAL_NORM.get(key, key)
+        return key if key in self.stored.shapes else self._local.get(key, key)
 
     def _stored_dtype(self, hf: str) -> torch.dtype:
-        return self.stored.dtypes[self.kept(stored_key(self._slices[hf][0].megatron)[0])]
+        return self.stored.dtypes[
+            self.kept(stored_key(self._slices[hf][0].megatron, self._shape)[0])
+        ]
 
     def _check_shape(self, name: str, expected: tuple[int, ...], vocab: bool) -> None:
-        key = self.kept(stored_key(name)[0])
+        key = self.kept(stored_key(name, self._shape)[0])
         found = self.stored.shapes[key]
         more = vocab and found[0] > expected[0] and found[1:] == expected[1:]
         fits = found == expected or more

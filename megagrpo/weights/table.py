@@ -8,7 +8,7 @@ A row's *fused* tensor is the Megatron tensor without any cut, as a distributed 
 QKV per query group [q of the group, k, v], gate rows before up rows. A tensor-parallel rank holds
 cuts of the fused tensor. Vocabulary rows beyond the model's own are padding: no slice, zero.
 
-Left out: latent attention, virtual pipeline stages, expert parallelism.
+Left out: virtual pipeline stages, expert parallelism.
 """
 
 from collections.abc import Iterable
@@ -32,22 +32,49 @@ def padded_vocab(vocab: int, tp: int, multiple: int = PAD_MULTIPLE) -> int:
 def check_tp(shape: ModelShape, tp: int, key: str = "parallel.tp") -> None:
     """Raise ValueError, naming both numbers, if the model cannot be cut into `tp` tensor ranks;
     `key` is where the number was set."""
-    kv, heads = shape.num_kv_heads, shape.num_heads
+    kv = shape.num_kv_heads
     if kv % tp and tp % kv:
         raise ValueError(f"{key}={tp} and num_key_value_heads={kv}: one must divide the other")
-    for name, size in (
-        ("num_attention_heads", heads),
-        ("intermediate_size", shape.ffn_hidden_size),
-        ("fused QKV rows", (heads + 2 * kv) * shape.head_dim),
-    ):
+    for name, size in _cut_sizes(shape):
         if size % tp:
             raise ValueError(f"{key}={tp} does not divide {name}={size}; use a divisor")
 
 
+def _cut_sizes(shape: ModelShape) -> list[tuple[str, int]]:
+    """(name, size) of every dimension that tensor parallelism cuts."""
+    heads, latent, experts = shape.num_heads, shape.latent, shape.experts
+    sizes = [("num_attention_heads", heads)]
+    if latent is None:
+        rows = (heads + 2 * shape.num_kv_heads) * shape.head_dim
+        sizes.append(("fused QKV rows", rows))
+    else:  # the local spec cuts what Transformer Engine keeps whole
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", latent.kv_rank + latent.rope_dim))
+        sizes.append(("q_lora_rank", latent.query_rank or 0))
+    if experts is None or experts.dense_layers:
+        sizes.append(("intermediate_size", shape.ffn_hidden_size))
+    if experts is not None:
+        sizes.append(("size of an expert", expert_ffn(shape)))
+        sizes.append(("size of the shared experts", experts.shared_ffn))
+    return sizes
+
+
+def expert_ffn(shape: ModelShape) -> int:
+    """Hidden size of one expert; 0 without experts."""
+    if shape.experts is None:
+        return 0
+    return shape.experts.ffn_hidden_size or shape.ffn_hidden_size
+
+
 def hf_shape(shape: ModelShape, name: str) -> tuple[int, ...]:
-    """Shape of one HuggingFace tensor, by the last words of its name in the table."""
-    hidden, ffn, dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    module, leaf = name.split(".")[-2:]
+    """Shape of one HuggingFace tensor, by the words of its name in the table."""
+    hidden, dim = shape.hidden_size, shape.head_dim
+    words = name.split(".")
+    module, leaf = words[-2:]
+    experts = shape.experts
+    if experts is not None and "shared_experts" in words:
+        ffn = experts.shared_ffn
+    else:
+        ffn = expert_ffn(shape) if "experts" in words else shape.ffn_hidden_size
     sizes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (shape.vocab_size, hidden),
         "lm_head": (shape.vocab_size, hidden),
@@ -57,19 +84,31 @@ def hf_shape(shape: ModelShape, name: str) -> tuple[int, ...]:
         "o_proj": (hidden, shape.num_heads * dim),
         "q_norm": (dim,),
         "k_norm": (dim,),
-        "gate_proj": (ffn, hidden),
-        "up_proj": (ffn, hidden),
-        "down_proj": (hidden, ffn),
-        "w1": (ffn, hidden),
-        "w3": (ffn, hidden),
-        "w2": (hidden, ffn),
-        "gate": (0 if shape.experts is None else shape.experts.count, hidden),  # the router
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
+        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (ffn, hidden)),
+        **dict.fromkeys(("down_proj", "w2"), (hidden, ffn)),
+        "gate": (0 if experts is None else experts.count, hidden),  # the router
         "norm": (hidden,),
-    }
-    full = sizes[module]
+    } | _latent_shapes(shape)
+    full = (hidden,) if module.endswith("layernorm") and module not in sizes else sizes[module]
     return full[:1] if leaf in ("bias", "e_score_correction_bias") else full
+
+
+def _latent_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """What latent attention has in other sizes, by the word before the last of the name."""
+    latent = shape.latent
+    if latent is None:
+        return {}
+    hidden, heads = shape.hidden_size, shape.num_heads
+    query = latent.query_rank or 0
+    return {
+        "q_a_proj": (query, hidden),
+        "q_a_layernorm": (query,),
+        "q_b_proj": (heads * shape.head_dim, query),
+        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_dim, hidden),
+        "kv_a_layernorm": (latent.kv_rank,),
+        "kv_b_proj": (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
+        "o_proj": (hidden, heads * latent.value_dim),
+    }
 
 
 def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
@@ -77,7 +116,8 @@ def hf_manifest(shape: ModelShape, dtype: torch.dtype) -> list[TensorInfo]:
     table = rows(shape)
     names = list(EMBEDDING_ROW.hf)
     for layer in range(shape.num_layers):
-        names += [n.format(i=layer) for row in table if row.where == "layer" for n in row.hf]
+        mine = (row for row in table if row.where == "layer" and row.on(layer))
+        names += [name.format(i=layer) for row in mine for name in row.hf]
     names += [name for row in table if row.where == "last" for name in row.hf]
     return [TensorInfo(name, hf_shape(shape, name), dtype) for name in names]
 
@@ -138,7 +178,8 @@ def cut_axis(row: Row) -> tuple[int, int]:
 def placed_rows(
     shape: ModelShape, layout: Layout, coords: Coordinates, profile: str
 ) -> Iterable[tuple[Row, str, int]]:
-    """(row, local Megatron name, global layer) of everything on the rank's pipeline stage."""
+    """(row, local Megatron name, global layer) of everything on the rank's pipeline stage; rows as
+    they are under that naming profile."""
     if profile not in PROFILES:
         raise ValueError(f"unknown naming profile {profile!r}; use one of {', '.join(PROFILES)}")
     start, stop = layout.stage_layers(shape.num_layers)[coords.pp]
@@ -147,9 +188,8 @@ def placed_rows(
     for row in (row for row in table if row.where == "first" and stage["first"]):
         yield row, row.megatron, 0
     for layer in range(start, stop):
-        for row in (row for row in table if row.where == "layer"):
-            name = {"local": row.local, "te_grouped": row.grouped}.get(profile) or row.megatron
-            yield row, name.format(i=layer - start), layer
+        for row in (row for row in table if row.where == "layer" and row.on(layer)):
+            yield row.under(profile), row.name(profile).format(i=layer - start), layer
     for row in (row for row in table if row.where == "last" and stage["last"]):
         yield row, row.megatron, 0
 

@@ -13,11 +13,10 @@ from megagrpo.weights.accounting import check_names, check_shapes
 from megagrpo.weights.experts import open_hf
 from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes, stored_key
 from megagrpo.weights.megatron_io import MegatronSource
-from megagrpo.weights.rows import HF_EMBEDDING, HF_HEAD
+from megagrpo.weights.rows import HF_EMBEDDING, HF_HEAD, ignored
 from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
 from megagrpo.weights.table import fused_shape, hf_manifest
 
-IGNORED = (".rotary_emb.inv_freq",)  # buffers of old Llama files, computed from the config
 BLOCK_BYTES = 32 << 20  # how much of a tensor is compared at a time
 
 
@@ -31,7 +30,7 @@ def check_source(source: TensorSource, shape: ModelShape) -> list[TensorInfo]:
     Raises ValueError listing missing and unknown names, naming a wrong shape, or naming both keys
     if a tied model comes with a head that differs from its embedding (an equal one is ignored).
     """
-    infos = {i.name: i for i in source.tensors() if not i.name.endswith(IGNORED)}
+    infos = {i.name: i for i in source.tensors() if not ignored(shape, i.name)}
     expected = {info.name: info for info in hf_manifest(shape, shape.dtype)}
     if shape.tied and HF_HEAD in infos and HF_EMBEDDING in infos:
         head = infos.pop(HF_HEAD)
@@ -78,7 +77,7 @@ def _different_fused(left: TensorSource, right: MegatronSource, shape: ModelShap
     parts = by_megatron(fused_slices(shape))
     different = []
     for name, row in fused_rows(shape):
-        dtype = right.stored.dtypes[right.kept(stored_key(name)[0])]
+        dtype = right.stored.dtypes[right.kept(stored_key(name, shape)[0])]
         boxes = stored_boxes(shape, row)
         same = all(
             _bits(gather(box, from_hf(parts[name]), left.read, dtype)).equal(
