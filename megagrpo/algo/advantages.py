@@ -3,18 +3,22 @@
 It exists apart from the losses because one reward per sequence, and groups that lost members, are
 where most silent errors of GRPO start. It differs from GRPO's paper in the order of exceptions:
 rejected rows and missing rewards leave first, then flat groups and singletons become exactly 0.
-Left out: returns over tokens, critics, combination of several rewards (rewards/).
+Several rewards are summed before or after this; a sum of normalised rewards is not whitened again
+over the batch (TRL and GDPO do). Left out: returns over tokens, critics.
 
-Letters: B sequences of the whole rollout (all ranks), K groups, n rows with a reward in a group.
+Letters: B sequences of the whole rollout (all ranks), K groups, n rows with a reward in a group, R
+rewards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 FLAT_TOLERANCE = 1e-8  # a group is flat if max - min <= this * max(1, max |reward|)
 NORMALIZE_NAMES = ("std", "none", "batch")
 BASELINE_NAMES = ("mean", "leave_one_out")
+COMBINE_NAMES = ("sum_then_normalize", "normalize_then_sum")
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,7 @@ def group_advantages(
         deviation = deviation / (_unbiased_std(rewards[present]) + eps)
     flat = stats.flat[group]
     advantages = torch.where(present & ~flat, deviation, 0.0)
-    low, high = (-clip, clip) if isinstance(clip, int | float) else clip or (None, None)
-    clipped = advantages if clip is None else advantages.clamp(low, high)
+    clipped = _clip(advantages, clip)
     several = stats.size >= 2
     return AdvantageResult(
         advantages=clipped,
@@ -100,6 +103,74 @@ def group_advantages(
         group_std_mean=float(stats.std[several].mean()) if bool(several.any()) else 0.0,
         clipped_share=int((clipped != advantages).sum()) / max(int(present.sum()), 1),
     )
+
+
+def combined_advantages(
+    *,
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    groups: torch.Tensor,
+    valid: torch.Tensor,
+    combine: str = "sum_then_normalize",
+    normalize: str = "std",
+    baseline: str = "mean",
+    clip: float | tuple[float, float] | None = None,
+    eps: float = 1e-6,
+) -> AdvantageResult:
+    """Advantage of every sequence out of several rewards.
+
+        sum_then_normalize   A(sum_r weights[r] * rewards[:, r])
+        normalize_then_sum   sum_r weights[r] * A(rewards[:, r]), then clip
+
+    rewards [B, R] float64, NaN where a reward does not rate a row: it adds nothing there, and a row
+    without any reward is missing. weights [R] float64; the rest as in `group_advantages`, which is
+    A. With normalize_then_sum a reward that is flat in a group adds exactly 0 there; `flat` and
+    zero_variance_count mean that every reward of weight != 0 is flat; group_std_mean and the other
+    counts are those of the weighted sum. Raises ValueError for unknown names, wrong dtypes or
+    shapes. GDPO arXiv 2601.05242 (normalize_then_sum).
+    """
+    _check_combination(rewards, weights, combine)
+    rated = torch.isfinite(rewards)
+    total = torch.where(rated, rewards * weights, 0.0).sum(1)
+    total = torch.where(rated.any(1), total, torch.nan)
+    shared = partial(
+        group_advantages,
+        groups=groups,
+        valid=valid,
+        normalize=normalize,
+        baseline=baseline,
+        eps=eps,
+    )
+    whole = shared(rewards=total, clip=clip)
+    if combine == "sum_then_normalize":
+        return whole
+    advantages, flat = torch.zeros_like(total), torch.ones_like(valid)
+    for column, weight in zip(rewards.unbind(1), weights.tolist(), strict=True):
+        if weight != 0:
+            one = shared(rewards=column)
+            advantages, flat = advantages + weight * one.advantages, flat & one.flat
+    clipped = _clip(advantages, clip)
+    present = valid & torch.isfinite(total)
+    return replace(
+        whole,
+        advantages=clipped,
+        flat=flat,
+        zero_variance_count=_flat_groups(groups, present, flat),
+        clipped_share=int((clipped != advantages).sum()) / max(int(present.sum()), 1),
+    )
+
+
+def _flat_groups(groups: torch.Tensor, present: torch.Tensor, flat: torch.Tensor) -> int:
+    """Groups of at least two rows with a reward that are flat."""
+    _, group = torch.unique(groups, return_inverse=True)
+    return int((torch.bincount(group[present & flat]) >= 2).sum())
+
+
+def _clip(advantages: torch.Tensor, clip: float | tuple[float, float] | None) -> torch.Tensor:
+    if clip is None:
+        return advantages
+    low, high = (-clip, clip) if isinstance(clip, int | float) else clip
+    return advantages.clamp(low, high)
 
 
 def _group_statistics(
@@ -148,3 +219,18 @@ def _check(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} "
                 f"({len(rewards)},), one entry per sequence"
             )
+
+
+def _check_combination(rewards: torch.Tensor, weights: torch.Tensor, combine: str) -> None:
+    """The ValueErrors of `combined_advantages` that `group_advantages` does not raise."""
+    if combine not in COMBINE_NAMES:
+        raise ValueError(f"combine={combine!r} is unknown; use one of {COMBINE_NAMES}")
+    if rewards.dim() != 2 or rewards.dtype != torch.float64:
+        raise ValueError(
+            f"rewards are {rewards.dtype} {tuple(rewards.shape)}, expected float64 [B, R], one "
+            "column per reward"
+        )
+    if weights.shape != rewards.shape[1:] or not bool(torch.isfinite(weights).all()):
+        raise ValueError(
+            f"weights {weights.tolist()} must be {rewards.shape[1]} finite numbers, one per reward"
+        )

@@ -56,7 +56,7 @@ class Correction:
     """Weights of a micro-batch and what they did."""
 
     weights: torch.Tensor  # shape of old_logprobs; without gradient; 1 at masked positions
-    stats: SumsAndPeaks  # tokens, sequences, weight, zeroed_tokens, zeroed_sequences, cut_sequences
+    stats: SumsAndPeaks  # see `correction_weights`
 
 
 def resolve_correction(
@@ -103,6 +103,7 @@ def correction_weights(
     sequence: torch.Tensor,
     num_sequences: int,
     settings: CorrectionSettings,
+    advantages: torch.Tensor | None = None,
 ) -> Correction:
     """Weight of every token's policy term, fixed at rollout time, without gradient.
 
@@ -113,10 +114,13 @@ def correction_weights(
     [B, S]. Bounds are inclusive, up to the rounding of r. A token whose diff is not finite gets 0,
     and with a sequence mode so does its sequence. stats: tokens, sequences (with a token), weight
     (sum over tokens), zeroed_tokens, zeroed_sequences (every token 0), cut_sequences (any token 0),
-    nonfinite_tokens; peak weight. Raises ValueError for shapes that differ or a mask not 0/1.
+    nonfinite_tokens; peak weight. advantages [num_sequences] splits two of them by their sign:
+    tokens_positive, tokens_negative (of sequences with A > 0, A < 0), zeroed_tokens_positive and
+    zeroed_tokens_negative. Raises ValueError for shapes that differ or a mask not 0/1.
     """
     shape = old_logprobs.shape
     check_token_shapes(shape, rollout_logprobs=rollout_logprobs, mask=mask, sequence=sequence)
+    check_sequence_shapes(num_sequences, advantages=advantages)
     _check_bounds(settings)
     flat, index = flat_mask(mask), sequence.reshape(-1)
     diff, finite = _masked_diff(old_logprobs, rollout_logprobs, flat)
@@ -142,6 +146,10 @@ def correction_weights(
         "cut_sequences": (zeros > 0).sum().double(),
         "nonfinite_tokens": (flat & ~finite).sum().double(),
     }
+    if advantages is not None:
+        for sign, side in (("positive", advantages > 0), ("negative", advantages < 0)):
+            sums[f"tokens_{sign}"] = (flat & side[index]).sum().double()
+            sums[f"zeroed_tokens_{sign}"] = (zeroed & side[index]).sum().double()
     peaks = {"weight": wide.max() if len(wide) else wide.new_zeros(())}
     return Correction(weights=weights.view(shape), stats=SumsAndPeaks(sums, peaks))
 
@@ -246,13 +254,22 @@ def mismatch_metrics(mismatch: SumsAndPeaks) -> dict[str, float]:
 
 
 def correction_metrics(stats: SumsAndPeaks) -> dict[str, float]:
-    """The metrics of reduced `Correction.stats`: mean and max weight, shares of what is zeroed."""
+    """The metrics of reduced `Correction.stats`: mean and max weight, shares of what is zeroed.
+
+    masked_share_positive and masked_share_negative, where the stats are split by sign, are zeroed
+    tokens over the tokens of sequences with that sign of A.
+    """
     sums = {name: float(value) for name, value in stats.sums.items()}
     tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
-    return {
+    found = {
         "rollout_corr/weight_mean": sums["weight"] / tokens,
         "rollout_corr/weight_max": float(stats.peaks["weight"]),
         "rollout_corr/masked_share": sums["zeroed_tokens"] / tokens,
         "rollout_corr/masked_sequence_share": sums["zeroed_sequences"] / sequences,
         "rollout_corr/cut_sequence_share": sums["cut_sequences"] / sequences,
     }
+    for sign in ("positive", "negative"):
+        if f"tokens_{sign}" in sums:
+            share = sums[f"zeroed_tokens_{sign}"] / max(sums[f"tokens_{sign}"], 1.0)
+            found[f"rollout_corr/masked_share_{sign}"] = share
+    return found

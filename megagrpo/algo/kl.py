@@ -2,7 +2,8 @@
 
 They stand apart from the losses because the value and the gradient of an estimator are different
 questions: k1 has the right mean and a gradient of zero mean, k3 the right mean and the gradient of
-another divergence. Left out: controllers of the coefficient, KL over the full vocabulary.
+another divergence. Left out: controllers of the coefficient (kl_control.py), KL over the full
+vocabulary.
 
 delta = ref_logprobs - logprobs. Schulman, "Approximating KL divergence" (2020).
 """
@@ -10,6 +11,8 @@ delta = ref_logprobs - logprobs. Schulman, "Approximating KL divergence" (2020).
 from collections.abc import Callable
 
 import torch
+
+from megagrpo.algo.segments import check_token_shapes, flat_mask, segment_sum
 
 INPUT_CLAMP = 20.0  # nats; |delta| beyond it has no gradient (k3)
 OUTPUT_CLAMP = 10.0  # nats; k3 beyond it has no gradient
@@ -61,3 +64,48 @@ def kl_estimate(
         )
     value = ESTIMATORS[estimator](ref_logprobs.detach() - logprobs)
     return value if ratio is None else ratio * value
+
+
+@torch.no_grad()
+def kl_sequence_sums(
+    *,
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    num_sequences: int,
+    estimator: str = "k1",
+) -> torch.Tensor:
+    """Sum over the trained tokens of every sequence of the per-token KL, without gradient.
+
+    logprobs (of the policy that sampled: old_logprobs), ref_logprobs, mask (bool or 0/1), sequence
+    (int64) of one shape, [T] or [B, S]; masked entries may hold anything. Returns [num_sequences]
+    float64 nats, 0 for a sequence without a token. Raises ValueError for shapes that differ.
+    """
+    check_token_shapes(logprobs.shape, ref_logprobs=ref_logprobs, mask=mask, sequence=sequence)
+    flat = flat_mask(mask)
+    current, ref = (
+        torch.where(flat, values.reshape(-1).double(), 0.0) for values in (logprobs, ref_logprobs)
+    )
+    value = kl_estimate(logprobs=current, ref_logprobs=ref, estimator=estimator)
+    return segment_sum(value, sequence.reshape(-1), num_sequences)
+
+
+def kl_penalized_rewards(
+    *, rewards: torch.Tensor, kl_sums: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """rewards - beta * kl_sums: the KL in the reward, before any baseline or normalisation.
+
+    rewards [B] float64, NaN for a missing one, which stays NaN; kl_sums [B] nats of
+    `kl_sequence_sums`. Returns [B] float64; a KL that is not finite makes its reward missing.
+    Raises ValueError for other shapes or dtypes, or beta < 0. Ziegler et al., arXiv 1909.08593.
+    """
+    if rewards.dtype != torch.float64 or rewards.shape != kl_sums.shape or rewards.dim() != 1:
+        raise ValueError(
+            f"rewards are {rewards.dtype} {tuple(rewards.shape)}, kl_sums {tuple(kl_sums.shape)}; "
+            "expected float64 [B] and one sum per sequence"
+        )
+    if not 0.0 <= beta < float("inf"):
+        raise ValueError(f"beta={beta} must be a number from 0")
+    penalized = rewards - beta * kl_sums.detach().to(torch.float64)
+    return torch.where(torch.isfinite(penalized), penalized, torch.nan)
