@@ -89,7 +89,7 @@ def make_moe_folder(folder: Path, family: str, experts: int = 4, **overrides: An
 
 
 def shape_of(folder: Path) -> ModelShape:
-    return read_shape(folder, with_experts=True)
+    return read_shape(folder, to_convert=True)
 
 
 def assert_equal_bits(left: Path, right: Path) -> None:

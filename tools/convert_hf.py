@@ -256,8 +256,8 @@ def _sequences(hf: Path, shape: ModelShape, texts: Sequence[str] | None) -> list
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of a folder or a config.json; experts are welcome here."""
-    return hf_config.read_shape(path, with_experts=True)
+    """The shape of a folder or a config.json, families that do not train included."""
+    return hf_config.read_shape(path, to_convert=True)
 
 
 def _legacy(arguments: argparse.Namespace) -> Layout | None:
