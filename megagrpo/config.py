@@ -179,11 +179,31 @@ class EvalConfig:
         0, "steps between evaluations; 0 only at the ends", within=NOT_NEGATIVE, first=True
     )
     at_start: bool = key(True, "evaluate before the first step")
-    samples: int = key(1, "completions per held-out prompt (k)", within=AT_LEAST_ONE)
+    samples: int = key(
+        1, "completions per held-out prompt (k of mean@k, pass@k, maj@k)", within=AT_LEAST_ONE
+    )
     temperature: float = key(0.0, "evaluation temperature; 0 is greedy")
+    top_p: float = key(1.0, "nucleus of evaluation samples; 1 is off", within="(0, 1]")
+    top_k: int = key(0, "most likely ids evaluation samples from; 0 is off", within=NOT_NEGATIVE)
+    min_p: float = key(
+        0.0, "probability over the likeliest id's that evaluation needs; 0 is off", within="[0, 1]"
+    )
+    seed: int | None = key(None, "seed of evaluation samples; null is trainer.seed", within=SEED)
     max_prompts: int | None = key(
         None, "held-out prompts used, the first ones; null is all", within=AT_LEAST_ONE
     )
+    solved_at: float = key(1.0, "total reward from which pass@k counts a completion as solved")
+    answer_pattern: str | None = key(
+        None,
+        "maj@k: regular expression with one group, whose last match is the answer that votes, e.g. "
+        "'<answer>(.*?)</answer>'; null: the whole completion votes",
+    )
+    compare_every: int = key(
+        0,
+        "steps between blind comparisons with the reference, comparisons/step_N.html; 0 is off",
+        within=NOT_NEGATIVE,
+    )
+    compare_prompts: int = key(8, "held-out prompts of one comparison", within=AT_LEAST_ONE)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ called by `config_file.load_config`, `check_layout` where the world size is know
 files belong to `trainer/preflight.py`.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -44,6 +45,7 @@ def check_values(config: Config) -> None:
     """Checks between keys; each message says value, limit and cure."""
     _check_counts(config)
     _check_sampling(config)
+    _check_evaluation(config)
     _check_export(config)
     parallel, optim = config.parallel, config.optim
     for name in ("vpp", "cp", "ep", "etp"):
@@ -143,10 +145,54 @@ def _check_sampling(config: Config) -> None:
                 f"{name}.temperature={value} is outside {LOWEST_TEMPERATURE}..{HIGHEST_TEMPERATURE}"
                 ", what vLLM samples with; choose a number inside"
             )
-    if config.eval.temperature == 0 and config.eval.samples > 1:
+
+
+def _check_evaluation(config: Config) -> None:
+    """Settings of evaluation that contradict each other or change nothing."""
+    evaluation = config.eval
+    if evaluation.temperature == 0 and evaluation.samples > 1:
         raise ValueError(
-            f"eval.samples={config.eval.samples} greedy completions are all the same; "
+            f"eval.samples={evaluation.samples} greedy completions are all the same; "
             "set eval.temperature > 0 or samples=1"
+        )
+    for name, value, off in (
+        ("top_p", evaluation.top_p, 1.0),
+        ("top_k", evaluation.top_k, 0),
+        ("min_p", evaluation.min_p, 0.0),
+    ):
+        if evaluation.temperature == 0 and value != off:
+            raise ValueError(
+                f"eval.{name}={value} has no effect on greedy completions; set eval.temperature > "
+                f"0 or {name}={off}"
+            )
+    if evaluation.compare_every and config.data.eval is None:
+        raise ValueError(
+            f"eval.compare_every={evaluation.compare_every} compares answers to held-out prompts "
+            "and data.eval is not set; give data.eval=PATH"
+        )
+    standard = type(evaluation)().compare_prompts
+    if not evaluation.compare_every and evaluation.compare_prompts != standard:
+        raise ValueError(
+            f"eval.compare_prompts={evaluation.compare_prompts} has no effect with compare_every=0"
+        )
+    _check_answer_pattern(evaluation.answer_pattern, evaluation.samples)
+
+
+def _check_answer_pattern(pattern: str | None, samples: int) -> None:
+    if pattern is None:
+        return
+    if samples == 1:
+        raise ValueError("eval.answer_pattern has no effect with eval.samples=1: nobody votes")
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(
+            f"eval.answer_pattern={pattern!r} is no regular expression ({error})"
+        ) from error
+    if groups != 1:
+        raise ValueError(
+            f"eval.answer_pattern={pattern!r} has {groups} groups; put the answer, and nothing "
+            "else, between one pair of parentheses: (...); others are (?:...)"
         )
 
 

@@ -24,8 +24,10 @@ from megagrpo.parallel import platform
 from megagrpo.parallel.collectives import gather_objects
 from megagrpo.parallel.context import ParallelContext
 from megagrpo.rollout.engine import RolloutEngine
-from megagrpo.types import TensorInfo
+from megagrpo.types import TensorInfo, TensorSource
 from megagrpo.weights.slices import Slice
+
+FOREIGN_VERSION = -2  # of weights that are not the trainer's; -1 is before the first sync
 
 
 class HybridEngine:
@@ -113,6 +115,27 @@ class HybridEngine:
         """Inside, the engine serves the current weights as `version`, the trainer's number of
         finished steps; afterwards it sleeps and training may go on. All ranks join; raises
         RuntimeError inside another rollout."""
+        with self._awake(lambda: self.sync(version)) as engine:
+            yield engine
+
+    @contextmanager
+    def serving(self, source: TensorSource) -> Iterator[RolloutEngine]:
+        """Inside, the engine serves the tensors of `source` instead of the trainer's; each rank
+        reads its boxes from the files. Version and stats stay those of the last sync. All ranks
+        join; raises as `rollout_mode`."""
+
+        def load() -> None:
+            self.engine.load(self._manifest, source.read)
+            self.engine.check_written()
+            self.engine.reset_prefix_cache()
+            platform.synchronize()
+            self.engine.version = FOREIGN_VERSION
+
+        with self._awake(load) as engine:
+            yield engine
+
+    @contextmanager
+    def _awake(self, load: Callable[[], None]) -> Iterator[RolloutEngine]:
         self.check_training()
         self._in_rollout = True
         try:
@@ -120,7 +143,7 @@ class HybridEngine:
             self._offload.release_optimizer()
             platform.synchronize()
             self.engine.wake_weights()
-            self.sync(version)
+            load()
             self._offload.release_parameters()
             self.engine.wake_kv_cache()
             yield self.engine

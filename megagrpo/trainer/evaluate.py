@@ -2,24 +2,22 @@
 
 It has its own sampling and its own stream of seeds, and leaves training's random numbers alone
 (the engine restores them). A checkpoint is evaluated without Megatron: the engine reads its boxes
-straight from the files. Left out: pass@k and maj@k.
-
-`val/NAME/mean@k`: mean over held-out prompts of the mean reward of k completions; samples whose
-reward failed or is missing leave both means and are counted in `val/NAME/failed`.
+straight from the files. What the scores mean is in `metrics/held_out.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.data.prompts import decode
 from megagrpo.hybrid.engine import HybridEngine
+from megagrpo.metrics.held_out import Scoring, held_out_metrics
 from megagrpo.parallel import platform
 from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector, Draw
 from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.trainer.sources import open_source
-from megagrpo.types import Prompt, Sample, Sampling
+from megagrpo.types import Prompt, Sampling
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class EvaluationSettings:
     samples: int  # k
     sampling: Sampling
     seed: int
+    scoring: Scoring = Scoring()
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,11 @@ class Evaluator:
 def score_held_out(
     collector: Collector, prompts: Sequence[Prompt], settings: EvaluationSettings, step: int
 ) -> dict[str, float]:
-    """k completions for each prompt and their mean reward; all ranks join."""
+    """Scores of k completions for each prompt; all ranks join."""
     draw = Draw(settings.seed, "eval", step)
     samples = collector.collect(prompts, draw, settings.sampling, settings.samples)
     collector.rewards.take_counts()  # evaluation's failures are not training's
-    return held_out_metrics(samples, settings.name, settings.samples)
-
-
-def held_out_metrics(samples: Sequence[Sample], name: str, k: int) -> dict[str, float]:
-    """Mean over prompts of the mean over their k completions; a metric without data is left out."""
-    by_prompt: dict[int, list[float]] = {}
-    for sample in samples:
-        if not sample.failed and sample.reward is not None:
-            by_prompt.setdefault(sample.group, []).append(sample.reward)
-    rated = sum(len(rewards) for rewards in by_prompt.values())
-    found = {f"val/{name}/count": float(rated), f"val/{name}/failed": float(len(samples) - rated)}
-    if by_prompt:
-        means = [sum(rewards) / len(rewards) for rewards in by_prompt.values()]
-        found[f"val/{name}/mean@{k}"] = sum(means) / len(means)
-    return found
+    return held_out_metrics(samples, settings.name, settings.samples, settings.scoring)
 
 
 def evaluate_checkpoint(prepared: Prepared) -> dict[str, float]:
@@ -113,11 +98,18 @@ def evaluation_settings(prepared: Prepared) -> EvaluationSettings:
     """The config's `eval` section; the set is named after its file."""
     config = prepared.config.eval
     path = prepared.config.data.eval
+    assert config.seed is not None, "preflight resolves it"
     return EvaluationSettings(
         name="" if path is None else path.rstrip("/").split("/")[-1].split(".")[0],
         every=config.every,
         at_start=config.at_start,
         samples=config.samples,
-        sampling=prepared.sampling(config.temperature),
-        seed=prepared.config.trainer.seed,
+        sampling=replace(
+            prepared.sampling(config.temperature),
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+        ),
+        seed=config.seed,
+        scoring=Scoring(config.solved_at, config.answer_pattern),
     )

@@ -148,11 +148,27 @@ def _prepare_model(config: Config, rank: int, layout: Layout) -> Prepared:
     )
     prepared = replace(prepared, dtype=DTYPES[prepared.config.model.dtype])
     _check_cache(prepared)
-    if config.data.eval is not None:
-        held_out = _prompts(prepared, config.data.eval, "data.eval")
-        limited = replace(held_out, prompts=held_out.prompts[: config.eval.max_prompts])
-        prepared = replace(prepared, eval=limited)
-    return prepared
+    return _with_held_out(prepared)
+
+
+def _with_held_out(prepared: Prepared) -> Prepared:
+    """With the prompts of `data.eval`, where it is given."""
+    evaluation, path = prepared.config.eval, prepared.config.data.eval
+    if evaluation.top_k > prepared.valid_vocab:
+        raise ValueError(
+            f"eval.top_k={evaluation.top_k} is over the {prepared.valid_vocab} ids of the "
+            "vocabulary; lower it or set 0"
+        )
+    if path is None:
+        return prepared
+    held_out = _prompts(prepared, path, "data.eval")
+    limited = replace(held_out, prompts=held_out.prompts[: evaluation.max_prompts])
+    if evaluation.compare_every and evaluation.compare_prompts > len(limited.prompts):
+        raise ValueError(
+            f"eval.compare_prompts={evaluation.compare_prompts} is more than the "
+            f"{len(limited.prompts)} held-out prompts; use at most that many"
+        )
+    return replace(prepared, eval=limited)
 
 
 def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None:

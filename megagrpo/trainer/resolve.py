@@ -74,6 +74,7 @@ def resolve(config: Config) -> Config:
             kv_cache_gb=cache,
             seed=seed if config.rollout.seed is None else config.rollout.seed,
         ),
+        eval=replace(config.eval, seed=seed if config.eval.seed is None else config.eval.seed),
         data=replace(
             config.data,
             minibatch_prompts=config.data.minibatch_prompts or config.data.prompts_per_step,

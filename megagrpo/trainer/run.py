@@ -21,6 +21,7 @@ from megagrpo.rewards.runner import RewardCounts
 from megagrpo.rollout.collect import Collector, Draw
 from megagrpo.trainer.batch import AdvantageSettings, Batch, CutSettings, make_batch
 from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megagrpo.trainer.compare import Comparison
 from megagrpo.trainer.evaluate import Evaluator
 from megagrpo.trainer.export import export_checkpoint, export_folder
 from megagrpo.trainer.phases import Phases, phase
@@ -66,6 +67,7 @@ class Run:
     policy: Policy
     reference: Reference | NoReference
     evaluator: Evaluator
+    comparison: Comparison
     reporter: StepReport
     rollout: RolloutSettings
     advantage: AdvantageSettings
@@ -114,7 +116,9 @@ class Run:
         return make_batch(samples, self.advantage, self.cut, dp=layout.dp, dp_rank=coords.dp)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out metrics if this step is due, else nothing."""
+        """Held-out metrics if this step is due, else nothing; a blind comparison where one is."""
+        if self.comparison.due(step):
+            self._compare(step)
         last = step == self.steps
         return self._evaluate(step) if self.evaluator.due(step, last) else {}
 
@@ -148,6 +152,10 @@ class Run:
     @phase("testing")
     def _evaluate(self, step: int) -> dict[str, float]:
         return self.evaluator.evaluate(step)
+
+    @phase("testing")
+    def _compare(self, step: int) -> None:
+        self.comparison.write(step)
 
     @phase("save_checkpoint")
     def _save(self, step: int) -> None:

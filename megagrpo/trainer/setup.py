@@ -28,6 +28,7 @@ from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector
 from megagrpo.rollout.engine import RolloutEngine
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings
+from megagrpo.trainer.compare import build_comparison
 from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
 from megagrpo.trainer.phases import Phases
@@ -73,6 +74,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
             hybrid=hybrid,
             settings=evaluation_settings(prepared),
         ),
+        comparison=build_comparison(prepared, collector, hybrid),
         reporter=StepReport(prepared, context),
         rollout=_rollout(prepared),
         advantage=_advantage(prepared),
