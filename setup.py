@@ -30,6 +30,7 @@ EXTRAS = {
     "gpu": ["vllm==0.32.0", "transformer-engine[pytorch]"],
     "math": ["math-verify"],  # answers that are equal as mathematics, not as text
     "wandb": ["wandb"],  # log.wandb=true, offline too
+    "oracle": ["trl>=1.16,<1.17"],  # its loss code judges ours in tests/test_trl_golden.py
     # The linter and the type checker are held to one minor version: new checks come by choice.
     "test": ["pytest", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
 }
