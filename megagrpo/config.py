@@ -93,6 +93,22 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "sequences the engine runs at once", within=AT_LEAST_ONE)
     timeout_s: int = key(1800, "seconds the slowest replica may generate", within=AT_LEAST_ONE)
     dump: bool = key(True, "write rollouts/step_N.jsonl")
+    max_failed_share: float = key(
+        0.5,
+        "end the run when more of a generated batch's samples failed; 1 is off",
+        within="[0, 1]",
+    )
+    oversample_prompts: int = key(
+        0,
+        "prompts of a batch beyond prompts_per_step; the first usable groups are trained, in order "
+        "of submission",
+        within=NOT_NEGATIVE,
+    )
+    max_num_gen_batches: int | None = key(
+        None,
+        "batches a step may generate with filter_flat_groups; null is 10",
+        within=AT_LEAST_ONE,
+    )
 
 
 @dataclass(frozen=True)
@@ -116,17 +132,35 @@ class DataConfig:
     shuffle_seed: int | None = key(
         None, "seed of the prompt order; null is trainer.seed", within=SEED
     )
+    bucket_by_length: bool = key(False, "prompts of like length in a step, the steps shuffled")
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """One reward function."""
+    """One reward function or model."""
 
-    path: str = key("", "exact_match, math_answer, module:function or file.py:function")
-    name: str | None = key(None, "name in metrics; null is the function's name")
+    path: str = key(
+        "",
+        "a built-in name (exact_match, math_answer, multiple_choice, regex_format, length_penalty, "
+        "soft_overlong, repetition_penalty, code_tests), module:function, file.py:function or the "
+        "folder of a sequence-classification model",
+    )
+    name: str | None = key(None, "name in metrics; null is the function's or the folder's")
     weight: float = key(1.0, "factor in the total")
     timeout_s: float = key(
         60.0, "seconds a call may take before its samples count as failed", within=POSITIVE
+    )
+    retries: int = key(0, "more calls for a completion whose own call raised", within=NOT_NEGATIVE)
+    isolate: bool | None = key(
+        None,
+        "run a plain function in worker processes, which may hang and die; null: math_answer, "
+        "regex_format and code_tests do",
+    )
+    workers: int | None = key(
+        None, "worker processes of an isolated function; null is 2", within=AT_LEAST_ONE
+    )
+    concurrency: int | None = key(
+        None, "groups that an async function has at once; null is 256", within=AT_LEAST_ONE
     )
     kwargs: dict[str, Any] = key({}, "extra keyword arguments")
 
@@ -219,6 +253,35 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """When to warn, here and in the report; null is never."""
+
+    window: int = key(10, "steps that a level is the mean of", within=AT_LEAST_ONE)
+    span: int = key(100, "steps over which slow trends are judged", within=AT_LEAST_ONE)
+    clipped_share: float | None = key(
+        0.05, "share of advantages at algorithm.advantage_clip", within=NOT_NEGATIVE
+    )
+    kl: float | None = key(0.5, "KL to the reference, nats per token", within=NOT_NEGATIVE)
+    kl_rise: float | None = key(
+        0.1, "rise of that KL over the span, in each fifth of it, nats", within=NOT_NEGATIVE
+    )
+    grad_norm: float | None = key(5.0, "gradient norm before clipping", within=NOT_NEGATIVE)
+    length_factor: float | None = key(
+        2.0, "growth of responses over the span without a gain in reward", within="(1, inf)"
+    )
+    flat_share: float | None = key(0.8, "share of groups with equal rewards", within="[0, 1]")
+    repetition_rise: float | None = key(
+        0.1, "rise of rollout/repetition_share over the span", within=NOT_NEGATIVE
+    )
+    held_out_drop: float | None = key(
+        0.02,
+        "fall of the held-out mean between two pairs of evaluations, beyond its noise, while the "
+        "reward rises",
+        within=NOT_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """The root; only `trainer/setup.py` and `cli.py` read it."""
 
@@ -233,6 +296,7 @@ class Config:
     trainer: TrainerConfig = key(TrainerConfig, "run")
     eval: EvalConfig = key(EvalConfig, "evaluation")
     log: LogConfig = key(LogConfig, "reporters")
+    health: HealthConfig = key(HealthConfig, "warnings")
 
 
 def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:

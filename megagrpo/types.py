@@ -197,6 +197,7 @@ class Prompt:
     ids: tuple[int, ...]
     text: str  # the rendered prompt
     columns: Mapping[str, Any]  # the other columns; they reach the rewards
+    messages: Any = None  # the prompt column as it stands in the file: text or chat messages
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def load_prompts(
         if not encoded:
             _refuse(path, index, "is empty")
         if len(encoded) <= max_prompt_tokens:
-            prompts.append(Prompt(index, tuple(encoded), text, columns))
+            prompts.append(Prompt(index, tuple(encoded), text, columns, raw[index]))
         elif overlong == "error":
             limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
             _refuse(path, index, f"has {len(encoded)} tokens, over {limit}; raise it or drop them")

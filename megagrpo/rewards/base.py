@@ -2,10 +2,11 @@
 
 The contract: `reward(prompts, completions, **columns) -> list[float | None]`, plain or `async`.
 Every argument is a list with one entry per completion and is passed by name: `prompts` (rendered
-text), `completions` (text without special tokens), the dataset's other columns, `completion_ids`
-(ids as sampled) and `finished` (ended by an end-of-sequence token). A function without `**` gets
-only what it names. It judges each completion by itself and may be called again with fewer of them;
-None means "not rated", never 0. Left out: processes of their own, and models that score.
+text), `messages` (the prompt column as it stands: text or chat messages), `completions` (text
+without special tokens), the dataset's other columns, `completion_ids` (ids as sampled) and
+`finished` (ended by an end-of-sequence token). A function without `**` gets only what it names. It
+judges each completion by itself and may be called again with fewer of them; None means "not rated",
+never 0.
 """
 
 import hashlib
@@ -23,10 +24,43 @@ from typing import Any
 Scores = Sequence[float | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 
-RULES = "megagrpo.rewards.rules"
-BUILT_IN = {"exact_match": f"{RULES}:exact_match", "math_answer": f"{RULES}:math_answer"}
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A reward of this package, known by its bare name."""
+
+    path: str  # module:function
+    answers: bool = False  # needs column `answer` or verl's `reward_model`
+    isolate: bool = False  # runs in a process of its own unless the config says otherwise
+    forced: bool = False  # and the config may not say otherwise
+    check: str = ""  # module:function that refuses kwargs, called with them by keyword
+
+
+_RULES, _SHAPING = "megagrpo.rewards.rules", "megagrpo.rewards.shaping"
+_CODE = "megagrpo.rewards.code_tests"
+BUILT_IN = {
+    "exact_match": BuiltIn(f"{_RULES}:exact_match", answers=True),
+    # The library computes what an answer says, be it 9^9^9^9, and holds the interpreter meanwhile.
+    "math_answer": BuiltIn(f"{_RULES}:math_answer", answers=True, isolate=True),
+    "multiple_choice": BuiltIn(f"{_RULES}:multiple_choice", answers=True),
+    "regex_format": BuiltIn(
+        f"{_SHAPING}:regex_format", isolate=True, forced=True, check=f"{_SHAPING}:check_pattern"
+    ),
+    "length_penalty": BuiltIn(
+        f"{_SHAPING}:length_penalty", check=f"{_SHAPING}:check_length_penalty"
+    ),
+    "soft_overlong": BuiltIn(f"{_SHAPING}:soft_overlong", check=f"{_SHAPING}:check_soft_overlong"),
+    "repetition_penalty": BuiltIn(
+        f"{_SHAPING}:repetition_penalty", check=f"{_SHAPING}:check_repetition_penalty"
+    ),
+    "code_tests": BuiltIn(
+        f"{_CODE}:code_tests", isolate=True, forced=True, check=f"{_CODE}:check_code_tests"
+    ),
+}
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
-"""Arguments that every call can have; a dataset column must not take their names."""
+"""Arguments that every call can have; a dataset column must not take their names. `messages` is
+given too, but a dataset's own column of that name wins."""
+DEFAULT_CONCURRENCY, DEFAULT_WORKERS = 256, 2
 
 # What the top level of somebody's module may raise when it is imported; a class of its own is its
 # author's to read, with the traceback.
@@ -54,8 +88,13 @@ class RewardSpec:
     name: str  # in metrics and in Sample.rewards
     function: RewardFunction
     weight: float = 1.0  # factor in the total
-    timeout_s: float = 60.0  # seconds one call (one group) may take
+    timeout_s: float = 60.0  # seconds one call may take; a group has (1 + retries) x that
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # extra keyword arguments
+    path: str = ""  # where a worker process finds the function
+    isolate: bool = False  # run in worker processes, which may hang and die
+    workers: int = DEFAULT_WORKERS  # such processes
+    concurrency: int = DEFAULT_CONCURRENCY  # groups that an async function has at once
+    retries: int = 0  # more calls for a completion whose own call raised
 
 
 def reward_name(path: str) -> str:
@@ -64,12 +103,13 @@ def reward_name(path: str) -> str:
 
 
 def load_reward(path: str) -> RewardFunction:
-    """The function behind `exact_match`, `math_answer`, `module:function` or `file.py:function`.
+    """The function behind a built-in name, `module:function` or `file.py:function`.
 
     Raises ValueError with the path and the reason if it cannot be imported, is not callable or does
     not take `prompts` and `completions`.
     """
-    module_name, colon, function_name = BUILT_IN.get(path, path).rpartition(":")
+    full = BUILT_IN[path].path if path in BUILT_IN else path
+    module_name, colon, function_name = full.rpartition(":")
     if not colon or not module_name or not function_name:
         raise ValueError(
             f"reward path {path!r} is neither module:function nor file.py:function nor one of "
@@ -137,12 +177,12 @@ def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
             )
     for spec in specs:
         _check_kwargs(spec)
-        if spec.function.__module__ == RULES and not {"answer", "reward_model"} & set(columns):
+        if _built_in(spec).answers and not {"answer", "reward_model"} & set(columns):
             raise ValueError(
                 f"reward {spec.name!r} needs column 'answer' (or verl's 'reward_model'); the "
                 f"dataset has {', '.join(sorted(columns)) or 'no other column'}"
             )
-        known = {*columns, *spec.kwargs, *GIVEN}
+        known = {*columns, *spec.kwargs, *GIVEN, "messages"}
         star = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         for parameter in inspect.signature(spec.function).parameters.values():
             needed = parameter.kind not in star and parameter.default is parameter.empty
@@ -151,6 +191,13 @@ def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
                     f"reward {spec.name!r} needs column {parameter.name!r}; the dataset has "
                     f"{', '.join(sorted(columns)) or 'no other column'}"
                 )
+
+
+def _built_in(spec: RewardSpec) -> BuiltIn:
+    """What the table says of the function, by whatever path it was given."""
+    function = spec.function
+    home = f"{function.__module__}:{function.__name__}" if inspect.isfunction(function) else ""
+    return next((entry for entry in BUILT_IN.values() if entry.path == home), BuiltIn(""))
 
 
 def _check_kwargs(spec: RewardSpec) -> None:
@@ -163,6 +210,13 @@ def _check_kwargs(spec: RewardSpec) -> None:
             raise ValueError(
                 f"reward {spec.name!r} has no parameter {name!r}, which its kwargs set; remove it"
             )
+    check = _built_in(spec).check
+    if check:
+        module_name, _, function_name = check.partition(":")
+        try:
+            vars(importlib.import_module(module_name))[function_name](**spec.kwargs)
+        except ValueError as error:
+            raise ValueError(f"reward {spec.name!r}: {error}") from error
 
 
 def read_scores(answer: Any, size: int) -> list[float | None | str]:

@@ -1,11 +1,12 @@
-"""Rewards that a rule decides: exact text, and mathematically equal answers.
+"""Rewards that a rule decides: exact text, mathematically equal answers, the letter of a choice.
 
-Both read the true answer from column `answer`, or from verl's `reward_model.ground_truth`. Left
-out: partial credit and format rewards, which are a few lines in a file of one's own.
+All read the true answer from column `answer`, or from verl's `reward_model.ground_truth`. Left out:
+partial credit, which is a few lines in a file of one's own.
 """
 
 import importlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,58 @@ def math_answer(
         guess = math_verify.parse(text, parsing_timeout=None)
         rewards.append(float(math_verify.verify(gold, guess, timeout_seconds=None)))
     return rewards
+
+
+def multiple_choice(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answer: Sequence[Any] | None = None,
+    reward_model: Sequence[Mapping[str, Any]] | None = None,
+    choices: str = "ABCDEFGHIJ",
+) -> list[float | None]:
+    """1.0 where the last choice that the completion states is the true letter, else 0.0.
+
+    `stated_choice` says how a completion is read. The true answer is one of `choices`, also as "b",
+    "(B)" or "B."; None where the row has none. Raises ValueError on any other.
+    """
+    rewards: list[float | None] = []
+    for text, truth in zip(completions, _answers(answer, reward_model), strict=True):
+        if truth is None:
+            rewards.append(None)
+            continue
+        letter = truth.strip().strip("().:").strip().upper()
+        if len(letter) != 1 or letter not in choices:
+            raise ValueError(f"true answer {truth!r} is none of the choices {choices}")
+        rewards.append(float(stated_choice(text, choices) == letter))
+    return rewards
+
+
+def stated_choice(text: str, choices: str = "ABCDEFGHIJ") -> str | None:
+    """The letter that a completion settles on, or None.
+
+    Read are, the last one counting: `\\boxed{B}`, also as `\\text{B}`, `(B)` or in lower case; a
+    capital after "answer", "choice" or "option" with "is", ":" or nothing between, also in brackets
+    or asterisks; and "is (B)". Only without any of these: a last line that is the letter alone or
+    begins with it and one of `) . :`. A capital that merely begins a word, or an "A" or "I" in a
+    sentence, is no choice.
+    """
+    letters = re.escape(choices)
+    both = letters + re.escape(choices.lower())
+    wrapped = r"[\s(\[*_`\"']*"
+    stated = re.compile(
+        rf"\\boxed\s*\{{\s*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{{)?\s*\(?\s*([{both}])\b"
+        rf"|\b(?i:answer|choice|option)\b\s*(?:(?i:is)\b)?\s*:?{wrapped}([{letters}])(?![\w'])"
+        rf"|\b(?i:is)\b{wrapped}\(\s*([{letters}])\s*\)"
+    )
+    found = [next(filter(None, match.groups())) for match in stated.finditer(text)]
+    if found:
+        return found[-1].upper()
+    lines = [line.strip(" \t*_`\"'") for line in text.strip().splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    alone = re.fullmatch(rf"[(\[]?([{letters}])[)\].:]?", last)
+    begins = re.match(rf"[(\[]?([{letters}])[)\].:](?:\s|\*)", last)
+    match = alone or begins
+    return match.group(1) if match else None
 
 
 def _parse(math_verify: ModuleType, truth: str) -> list[Any]:

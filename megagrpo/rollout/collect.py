@@ -76,6 +76,10 @@ class Collector:
             key=lambda sample: (sample.group, sample.member),
         )
 
+    def tracebacks(self) -> list[dict[str, str]]:
+        """Every rank's first failure of each reward; all ranks join."""
+        return self.gather(self.rewards.tracebacks)
+
 
 class _Groups:
     """Completions on their way into whole groups, on the replica's rank 0; a group goes by its
@@ -106,6 +110,7 @@ class _Groups:
             name: [value] * self._size for name, value in prompt.columns.items()
         }
         columns["completion_ids"] = [list(member.ids) for member in members]
+        columns.setdefault("messages", [prompt.messages] * self._size)
         columns["finished"] = [member.stopped for member in members]
         self._collector.rewards.submit(
             group, [prompt.text] * self._size, self._texts[group], columns
