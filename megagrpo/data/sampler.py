@@ -83,10 +83,10 @@ class PromptSampler:
             "bucket_prompts": "prompts per draw of like length (0: data.bucket_by_length=false)",
         }
         for name, key in keys.items():
-            own = self.state()[name]
-            if state[name] != own:
+            own, saved = self.state()[name], state.get(name, 0)
+            if saved != own:
                 raise ValueError(
-                    f"the checkpoint's data order has {key} {state[name]}, this run {own}; resume "
+                    f"the checkpoint's data order has {key} {saved}, this run {own}; resume "
                     "with the same data, seed and settings or start a new trainer.run_dir"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
