@@ -6,11 +6,54 @@ from megagrpo.config_fields import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, key
 
 
 @dataclass(frozen=True)
-class KLConfig:
-    """KL to the reference in the loss."""
+class KLControllerConfig:
+    """How the KL coefficient follows the KL to the reference, averaged over 10 steps."""
 
-    beta: float = key(0.0, "weight of the KL term", first=True)
+    kind: str = key(
+        "fixed",
+        "rule that moves kl.beta after each step",
+        choices=("fixed", "adaptive", "proportional", "pid"),
+    )
+    target: float | None = key(
+        None, "proportional and pid: wanted KL, nats per token", within=POSITIVE
+    )
+    horizon: float | None = key(
+        None,
+        "proportional: steps in which an error of the target's size doubles beta; null is 10",
+        within=AT_LEAST_ONE,
+    )
+    kp: float | None = key(None, "pid: gain of the error; null is 0.1", within=NOT_NEGATIVE)
+    ki: float | None = key(None, "pid: gain of its sum; null is 0.01", within=NOT_NEGATIVE)
+    kd: float | None = key(None, "pid: gain of its change; null is 0", within=NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """KL to the reference in the loss or in the reward."""
+
+    beta: float | None = key(
+        None,
+        "weight of the KL term; null: 0, with a controller that moves it 0.01",
+        within=NOT_NEGATIVE,
+        first=True,
+    )
     estimator: str = key("k3", "per-token estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    place: str = key(
+        "loss",
+        "added to the loss, or taken from each reward before advantages",
+        choices=("loss", "reward"),
+    )
+    unbiased: bool = key(
+        False, "in the loss: multiply the estimator by the ratio, with its gradient"
+    )
+    controller: KLControllerConfig = key(KLControllerConfig, "what moves beta")
+
+    @property
+    def start_beta(self) -> float:
+        """Beta of the first step: a controller that multiplies it cannot leave 0."""
+        if self.beta is not None:
+            return self.beta
+        return 0.0 if self.controller.kind == "fixed" else 0.01
 
 
 @dataclass(frozen=True)
@@ -39,6 +82,11 @@ class CorrectionConfig:
         None,
         "lower bound, inclusive; null: token_mask 0.5, geometric_mask 0.99, else none",
         within=NOT_NEGATIVE,
+    )
+    off_policy_threshold: float | None = key(
+        None,
+        "drop the policy term of a sequence with A < 0 whose mean rollout - current log-prob is "
+        "over this many nats; null keeps all",
     )
 
 
@@ -70,6 +118,22 @@ LOSSES = (
 
 
 @dataclass(frozen=True)
+class ColdStartConfig:
+    """Imitation of reference answers beside the rollouts, for rewards that are hardly ever met."""
+
+    weight: float = key(
+        0.0, "weight of the imitation term before the first step; 0 is off", within=NOT_NEGATIVE
+    )
+    steps: int | None = key(
+        None, "rollouts after which the weight has fallen to 0, linearly", within=AT_LEAST_ONE
+    )
+    column: str = key("answer_text", "column with the answer to imitate")
+    data: str | None = key(
+        None, "dataset of prompts and answers to imitate; null: those of data.train"
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """The loss; null takes the chosen loss's own default, shown in the resolved config."""
 
@@ -83,16 +147,47 @@ class AlgorithmConfig:
             "seq-mean-token-mean",
             "seq-mean-token-sum",
             "seq-mean-token-sum-norm",
+            "prompt-mean",
         ),
+    )
+    level: str | None = key(
+        None,
+        "ratio per token, or one per sequence (geometric mean)",
+        choices=(None, "token", "sequence"),
     )
     eps_low: float | None = key(None, "lower clip distance of the ratio", first=True)
     eps_high: float | None = key(None, "upper clip distance of the ratio", first=True)
     cap: float | None = key(None, "cispo only: absolute cap of the ratio; null is 5")
     delta: float | None = key(None, "bound of the unclipped ratio from above; null is none")
     dual_clip: float | None = key(None, "bound c >= 1 on the loss of A < 0: -c A; null is none")
+    tau_positive: float | None = key(None, "sapo only: gate of A > 0; null is 1.0")
+    tau_negative: float | None = key(None, "sapo only: gate of A <= 0; null is 1.05")
+    gamma_positive: list[float] | None = key(None, "vespo only: k, lambda of A >= 0; null is 2, 3")
+    gamma_negative: list[float] | None = key(None, "vespo only: k, lambda of A < 0; null is 3, 2")
+    entropy_coef: float = key(0.0, "entropy bonus in the loss; below 0 a penalty")
+    top_entropy_quantile: float = key(
+        1.0,
+        "share of an optimizer step's tokens, those of highest entropy, that get a policy term",
+        within="(0, 1]",
+    )
+    num_iterations: int = key(1, "passes over a rollout (mu)", within=AT_LEAST_ONE)
     normalize: str | None = key(None, "advantage scale", choices=(None, "std", "none", "batch"))
+    combine: str = key(
+        "sum_then_normalize",
+        "several rewards: one advantage of their sum, or the sum of their advantages",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
     baseline: str = key("mean", "advantage baseline", choices=("mean", "leave_one_out"))
     advantage_clip: float | None = key(None, "bound on |advantage|; null is none", within=POSITIVE)
+    filter_flat_groups: bool = key(
+        False, "drop groups without signal and generate others in their place (DAPO)"
+    )
+    truncated: str = key(
+        "keep",
+        "samples cut at rollout.max_response_tokens: trained, or out of loss and statistics",
+        choices=("keep", "mask"),
+    )
     kl: KLConfig = key(KLConfig, "KL to the reference")
     correction: CorrectionConfig = key(CorrectionConfig, "rollout correction")
     mismatch: MismatchConfig = key(MismatchConfig, "rollout/trainer mismatch alarm")
+    cold_start: ColdStartConfig = key(ColdStartConfig, "imitation of reference answers")

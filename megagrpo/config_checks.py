@@ -46,7 +46,11 @@ def check_values(config: Config) -> None:
     _check_counts(config)
     _check_sampling(config)
     _check_evaluation(config)
+    _check_health(config)
     _check_export(config)
+    _check_filling(config)
+    _check_kl_place(config)
+    _check_cold_start(config)
     parallel, optim = config.parallel, config.optim
     for name in ("vpp", "cp", "ep", "etp"):
         if getattr(parallel, name) != 1:
@@ -58,9 +62,9 @@ def check_values(config: Config) -> None:
     uneven = parallel.first_stage_layers or parallel.last_stage_layers
     if uneven and parallel.pp == 1:
         raise ValueError("parallel.first/last_stage_layers need parallel.pp > 1; it is 1")
-    if config.reference.use == "never" and config.algorithm.kl.beta > 0:
+    if config.reference.use == "never" and config.algorithm.kl.start_beta > 0:
         raise ValueError(
-            f"algorithm.kl.beta={config.algorithm.kl.beta} needs a reference; "
+            f"algorithm.kl.beta={config.algorithm.kl.start_beta} needs a reference; "
             "set reference.use=auto or beta=0"
         )
     for name in ("path", "offload"):
@@ -75,6 +79,56 @@ def check_values(config: Config) -> None:
     names = [reward.name for reward in config.rewards if reward.name is not None]
     if len(names) != len(set(names)):
         raise ValueError(f"rewards have the same name twice: {names}; give each its own name")
+
+
+def _check_kl_place(config: Config) -> None:
+    """KL in the reward, and how several rewards become one advantage."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if kl.place == "reward":
+        if kl.start_beta == 0:
+            raise ValueError("algorithm.kl.place=reward has no effect with beta=0; set kl.beta")
+        if kl.unbiased:
+            raise ValueError(
+                "algorithm.kl.unbiased=true has no effect with kl.place=reward: a reward has no "
+                "gradient; remove one"
+            )
+        if algorithm.combine != "sum_then_normalize":
+            raise ValueError(
+                f"algorithm.kl.place=reward takes KL from one total reward, combine="
+                f"{algorithm.combine} has none; use sum_then_normalize or place=loss"
+            )
+    if algorithm.combine == "normalize_then_sum" and len(config.rewards) < 2:
+        raise ValueError(
+            f"algorithm.combine=normalize_then_sum has no effect with {len(config.rewards)} "
+            "reward; remove it"
+        )
+
+
+def _check_cold_start(config: Config) -> None:
+    """A weight that falls to 0 needs to know when; without a weight nothing is imitated."""
+    cold = config.algorithm.cold_start
+    standard = type(cold)()
+    if cold.weight > 0 and cold.steps is None:
+        raise ValueError(
+            f"algorithm.cold_start.weight={cold.weight} needs algorithm.cold_start.steps, the "
+            "rollouts after which it has fallen to 0"
+        )
+    for name in ("steps", "data", "column"):
+        value = getattr(cold, name)
+        if cold.weight == 0 and value != getattr(standard, name):
+            raise ValueError(
+                f"algorithm.cold_start.{name}={value} has no effect with cold_start.weight=0"
+            )
+
+
+def _check_filling(config: Config) -> None:
+    """A bound on refilling bounds nothing where no group is filtered."""
+    bound = config.rollout.max_num_gen_batches
+    if bound is not None and not config.algorithm.filter_flat_groups:
+        raise ValueError(
+            f"rollout.max_num_gen_batches={bound} has no effect with "
+            "algorithm.filter_flat_groups=false; leave it null"
+        )
 
 
 def _check_export(config: Config) -> None:
@@ -176,6 +230,15 @@ def _check_evaluation(config: Config) -> None:
             f"eval.compare_prompts={evaluation.compare_prompts} has no effect with compare_every=0"
         )
     _check_answer_pattern(evaluation.answer_pattern, evaluation.samples)
+
+
+def _check_health(config: Config) -> None:
+    """A trend compares two windows that do not overlap."""
+    health = config.health
+    if health.span < health.window:
+        raise ValueError(
+            f"health.span={health.span} is less than health.window={health.window}; raise it"
+        )
 
 
 def _check_answer_pattern(pattern: str | None, samples: int) -> None:

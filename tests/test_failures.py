@@ -24,6 +24,7 @@ import torch
 
 from megagrpo import log
 from megagrpo.algo.corrections import resolve_correction
+from megagrpo.algo.kl_control import KLController, resolve_controller
 from megagrpo.algo.settings import resolve_loss_defaults
 from megagrpo.config_file import load_config
 from megagrpo.model.build import local_parameters
@@ -34,8 +35,10 @@ from megagrpo.trainer import checkpoint as saving
 from megagrpo.trainer import manifest
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, make_batch
 from megagrpo.trainer.phases import Phases
-from megagrpo.trainer.policy import MismatchStop, Policy, PolicySettings, Scoring, score
+from megagrpo.trainer.objective import Objective
+from megagrpo.trainer.policy import MismatchStop, Policy, PolicySettings
 from megagrpo.trainer.preflight import Prepared, prepare
+from megagrpo.trainer.scoring import Scoring, score
 from megagrpo.types import Completion, Layout, Prompt, Sample
 from tests.megatron_toys import Toy, toy_on_rank
 from tests.pool import run_ranks
@@ -196,6 +199,7 @@ def fake_checkpoint(run_dir: Path, step: int, prepared: Prepared) -> Path:
         "sampler": prepared.sampler().state(),
         "prompts": prepared.train.digest(),
         "reference": prepared.origin,
+        "kl": {"kind": "fixed"},
     }
     (folder / manifest.STATE).write_text(json.dumps(state))
     (folder / "__0_0.distcp").write_bytes(b"x" * 64)
@@ -323,14 +327,17 @@ def policy_on_rank(folder: Path, layout: Layout, *, minibatch: int, warnings: li
     trainable = wrap_and_build(toy.chunks, toy.context, OptimSettings(lr=1e-4))
     scoring = Scoring(toy.context, 1.0, toy.shape.vocab_size)
     settings = PolicySettings(
-        loss="grpo",
-        loss_settings=resolve_loss_defaults("grpo"),
-        correction=resolve_correction("token_truncate", 2.0),
+        objective=Objective(
+            loss="grpo",
+            settings=resolve_loss_defaults("grpo"),
+            correction=resolve_correction("token_truncate", 2.0),
+        ),
         mismatch_warn=0.05,
         mismatch_stop=0.1,
         mismatch_patience=2,
     )
-    policy = Policy(trainable, scoring, settings, LRSchedule("constant", 1e-4), Phases())
+    kl = KLController(resolve_controller("fixed"))
+    policy = Policy(trainable, scoring, settings, LRSchedule("constant", 1e-4), kl, Phases())
     cut = CutSettings(
         minibatch_prompts=minibatch,
         max_tokens=32,

@@ -26,13 +26,14 @@ from megagrpo.data.packing import unpack
 from megagrpo.model.build import local_parameters
 from megagrpo.model.optimizer import LRSchedule, OptimSettings
 from megagrpo.rollout.collect import Draw
-from megagrpo.trainer import policy as policy_module
+from megagrpo.trainer import scoring as scoring_module
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, sample_advantages
 from megagrpo.trainer.evaluate import EvaluationSettings
 from megagrpo.trainer.grpo import train
-from megagrpo.trainer.policy import MismatchStop, score
+from megagrpo.trainer.policy import MismatchStop
 from megagrpo.trainer.preflight import prepare
 from megagrpo.trainer.run import RolloutSettings, Run
+from megagrpo.trainer.scoring import score
 from megagrpo.types import Request, Sampling
 from tests.pool import run_ranks
 from tests.tiny_models import CHARACTERS, make_hf_folder
@@ -292,14 +293,14 @@ def test_the_ratio_is_one_before_the_first_update_whatever_the_cut(
 def counted_passes(run: Run) -> tuple[int, dict[str, Any]]:
     """How many log-prob passes without gradient a run makes."""
     passes = 0
-    forward = policy_module.forward_logprobs
+    forward = scoring_module.forward_logprobs
 
     def count(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
         passes += 1
         return forward(*args, **kwargs)
 
-    policy_module.forward_logprobs = count  # in this forked rank only
+    scoring_module.forward_logprobs = count  # in this forked rank only
     result = trained(run)
     return passes, result
 
@@ -700,13 +701,16 @@ def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: 
     assert (engine.kv_cache_gb, engine.gpu_memory_utilization) == (0.03, 0.35)
     assert engine.valid_vocab == 98
     assert got["cut"] == CutSettings(2, 41, 2, 7)
-    assert got["advantage"] == AdvantageSettings("batch", "leave_one_out", 0.4)
+    assert got["advantage"] == AdvantageSettings(
+        "batch", "leave_one_out", 0.4, weights=(("r", 0.25),)
+    )
     assert got["rollout"] == RolloutSettings(Sampling(0.8, 7, (1,)), 3, 12)
     assert got["draw"] == (13, 4, 6) and got["save"] == (3, 5)
-    assert (loss.loss, loss.mismatch_warn, loss.mismatch_stop) == ("dr_grpo", 0.5, 0.9)
+    objective = loss.objective
+    assert (objective.loss, loss.mismatch_warn, loss.mismatch_stop) == ("dr_grpo", 0.5, 0.9)
     assert loss.mismatch_patience == 4
-    assert loss.correction == CorrectionSettings("token_mask", 0.6, 1.7)
-    assert loss.loss_settings == LossSettings(
+    assert objective.correction == CorrectionSettings("token_mask", 0.6, 1.7)
+    assert objective.settings == LossSettings(
         "token-mean",
         eps_low=0.11,
         eps_high=0.12,

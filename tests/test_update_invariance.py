@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megagrpo.algo.corrections import resolve_correction
+from megagrpo.algo.kl_control import KLController, resolve_controller
 from megagrpo.algo.settings import resolve_loss_defaults
 from megagrpo.model.build import (
     ModelSettings,
@@ -26,8 +27,10 @@ from megagrpo.model.hf_config import read_shape
 from megagrpo.model.optimizer import LRSchedule, OptimSettings, wrap_and_build
 from megagrpo.parallel.context import init_parallel
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, make_batch
+from megagrpo.trainer.objective import Objective
 from megagrpo.trainer.phases import Phases
-from megagrpo.trainer.policy import Policy, PolicySettings, Reference, Scoring
+from megagrpo.trainer.policy import Policy, PolicySettings
+from megagrpo.trainer.scoring import Reference, Scoring
 from megagrpo.types import Completion, Layout, Prompt, Sample
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import index
@@ -188,14 +191,17 @@ def megatron_update(
     )
     scoring, phases = Scoring(context, TEMPERATURE, VALID), Phases()
     settings = PolicySettings(
-        loss=loss,
-        loss_settings=resolve_loss_defaults(loss, beta=BETA),
-        correction=resolve_correction("token_truncate", 2.0),
+        objective=Objective(
+            loss=loss,
+            settings=resolve_loss_defaults(loss, beta=BETA),
+            correction=resolve_correction("token_truncate", 2.0),
+        ),
         mismatch_warn=1e9,
         mismatch_stop=1e9,
         mismatch_patience=2,
     )
-    policy = Policy(trainable, scoring, settings, LRSchedule("constant", LR), phases)
+    kl = KLController(resolve_controller("fixed", beta=BETA))
+    policy = Policy(trainable, scoring, settings, LRSchedule("constant", LR), kl, phases)
     cut = CutSettings(
         minibatch_prompts=2,
         max_tokens=max_tokens,

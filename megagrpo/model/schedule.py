@@ -105,17 +105,48 @@ def forward_logprobs(
     Runs in evaluation mode and restores the mode. All ranks of the world join, with equal numbers
     of micro-batches, else ValueError. Positions without a label hold the log-prob of id 0.
     """
-    _check_equal_counts(len(micro_batches), context)
 
     def logprobs_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         return _logprobs(logits, micro, context, temperature, valid_vocab, False)[0]
 
-    found = _evaluate(_chunks(chunks), micro_batches, logprobs_of)
+    return _forward_values(chunks, micro_batches, logprobs_of, (), context)
+
+
+def forward_logprobs_and_entropies(
+    chunks: Trainable | Chunks,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    context: ParallelContext,
+    temperature: float,
+    valid_vocab: int,
+) -> list[torch.Tensor]:
+    """As `forward_logprobs`, [T, 2] per micro-batch: log-prob of the label and the entropy of the
+    whole distribution, nats."""
+
+    def both_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        logprobs, entropy = _logprobs(logits, micro, context, temperature, valid_vocab, True)
+        assert entropy is not None, "it was asked for"
+        return torch.stack([logprobs, entropy], dim=1)
+
+    return _forward_values(chunks, micro_batches, both_of, (2,), context)
+
+
+def _forward_values(
+    chunks: Trainable | Chunks,
+    micro_batches: Sequence[MicroBatch],
+    values_of: Callable[[torch.Tensor, MicroBatch], torch.Tensor],
+    width: tuple[int, ...],
+    context: ParallelContext,
+) -> list[torch.Tensor]:
+    """`values_of` gives [T, *width] float32 per micro-batch on the last stage; here on every
+    stage."""
+    _check_equal_counts(len(micro_batches), context)
+    found = _evaluate(_chunks(chunks), micro_batches, values_of)
     lengths = [micro.tokens.numel() for micro in micro_batches]
     if context.is_last_stage:
         packed = torch.cat(found)
     else:
-        packed = torch.empty(sum(lengths), dtype=torch.float32, device=platform.device())
+        packed = torch.empty(sum(lengths), *width, device=platform.device())
     return list(broadcast_from_last_stage(packed, context).split(lengths))
 
 
@@ -130,21 +161,13 @@ def forward_logits(
 
     Full logits of every micro-batch exist at once. All ranks of the world join.
     """
-    _check_equal_counts(len(micro_batches), context)
-
     def logits_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         shards = [torch.empty_like(logits) for _ in range(context.layout.tp)]
         # All tensor ranks of the last stage.
         dist.all_gather(shards, logits.contiguous(), group=context.tp_group)
         return torch.cat(shards, dim=1)[:, :valid_vocab].float()
 
-    found = _evaluate(_chunks(chunks), micro_batches, logits_of)
-    lengths = [micro.tokens.numel() for micro in micro_batches]
-    if context.is_last_stage:
-        packed = torch.cat(found)
-    else:
-        packed = torch.empty(sum(lengths), valid_vocab, device=platform.device())
-    return list(broadcast_from_last_stage(packed, context).split(lengths))
+    return _forward_values(chunks, micro_batches, logits_of, (valid_vocab,), context)
 
 
 def _chunks(trainable: Trainable | Chunks) -> list[torch.nn.Module]:

@@ -17,6 +17,7 @@ def train(run: Run) -> None:
         batch = run.compare_groups(samples)
         batch = run.policy.score_old(batch, step)
         batch = run.reference.score(batch)
+        batch = run.charge_kl(batch)
         outcome = run.policy.update(batch)
         evaluation = run.evaluate(step)
         run.report(step, batch, outcome, evaluation)

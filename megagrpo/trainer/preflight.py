@@ -15,14 +15,17 @@ from megagrpo import log
 from megagrpo.algo.settings import LossSettings
 from megagrpo.config import Config, RewardConfig
 from megagrpo.config_checks import check_layout
+from megagrpo.data.answers import Demonstration, read_demonstrations
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.metrics.reporters import check_packages
 from megagrpo.model import hf_config
 from megagrpo.parallel import platform
-from megagrpo.rewards.base import check_columns, load_reward, reward_name
-from megagrpo.rewards.runner import RewardSpec
+from megagrpo.rewards.base import RewardSpec, check_columns
+from megagrpo.rewards.entries import make_spec
 from megagrpo.trainer.length import RunLength, run_length
+from megagrpo.trainer.order import check_draw, make_sampler
+from megagrpo.trainer.replay import Replay, open_replay, replay_config
 from megagrpo.trainer.resolve import loss_settings, resolve
 from megagrpo.trainer.resume import (
     check_checkpoint,
@@ -58,6 +61,13 @@ class Prepared:
     length: RunLength
     origin: dict[str, Any]  # path and digest of the reference
     resume_from: Path | None  # the newest complete checkpoint of the run folder
+    demonstrations: dict[int, Demonstration] | None = None  # of the cold start
+    replay: Replay | None = None  # dumped rollouts that stand in for an engine
+
+    @property
+    def steps(self) -> int:
+        """Rollout steps that run; a replay may be shorter than the plan of its schedule."""
+        return self.length.rollouts if self.replay is None else self.replay.steps
 
     def sampling(self, temperature: float) -> Sampling:
         """Unfiltered sampling at `temperature`, the same for policy and evaluation."""
@@ -69,21 +79,21 @@ class Prepared:
 
     def sampler(self) -> PromptSampler:
         """The order of the training prompts, at its beginning."""
-        seed = self.config.data.shuffle_seed
-        assert seed is not None, "resolve fills it in"
-        return PromptSampler(len(self.train.prompts), self.config.data.prompts_per_step, seed)
+        return make_sampler(self.config, self.train.prompts)
 
 
-def prepare(config: Config, rank: int, world: int) -> Prepared:
-    """Check and read everything a training run needs; raises ValueError before work starts."""
+def prepare(config: Config, rank: int, world: int, replay_from: Path | None = None) -> Prepared:
+    """Check and read everything a training run needs; raises ValueError before work starts.
+
+    `replay_from` is a folder of dumped rollouts to train on instead of an engine's.
+    """
+    if replay_from is not None:
+        config = replay_config(config, replay_from)
     layout = check_layout(config, world)
     prepared = _prepare_model(config, rank, layout)
     train = _prompts(prepared, config.data.train, "data.train")
-    if config.data.prompts_per_step > len(train.prompts):
-        raise ValueError(
-            f"data.prompts_per_step={config.data.prompts_per_step} is more than the "
-            f"{len(train.prompts)} prompts of {config.data.train}; use at most that many"
-        )
+    check_draw(config, len(train.prompts))
+    prepared = replace(prepared, demonstrations=_demonstrations(prepared, train))
     check_packages(config.log.tensorboard, config.log.wandb)
     run_dir = Path(config.trainer.run_dir)
     prepared = replace(
@@ -94,13 +104,22 @@ def prepare(config: Config, rank: int, world: int) -> Prepared:
             config.trainer,
             prompts=len(train.prompts),
             group_size=config.rollout.group_size,
+            spare=config.rollout.oversample_prompts,
+            refills=config.algorithm.filter_flat_groups,
+            iterations=config.algorithm.num_iterations,
         ),
         origin=reference_origin(config, prepared.shape),
         resume_from=find_checkpoint(run_dir, config.trainer.resume),
+        replay=open_replay(replay_from, prepared.config, train, prepared.valid_vocab),
     )
     if prepared.resume_from is not None:
         check_checkpoint(
-            prepared.resume_from, train, prepared.sampler(), prepared.origin, prepared.shape
+            prepared.resume_from,
+            train,
+            prepared.sampler(),
+            prepared.origin,
+            prepared.shape,
+            config.algorithm.kl.controller.kind,
         )
     check_writable(run_dir, rank)
     return prepared
@@ -171,6 +190,24 @@ def _with_held_out(prepared: Prepared) -> Prepared:
     return replace(prepared, eval=limited)
 
 
+def _demonstrations(prepared: Prepared, train: PromptSet) -> dict[int, Demonstration] | None:
+    """The reference answers of the cold start, where it is on."""
+    cold, longest = prepared.config.algorithm.cold_start, prepared.config.rollout
+    if cold.weight == 0:
+        return None
+    key = "data.train" if cold.data is None else "algorithm.cold_start.data"
+    try:
+        shown = train if cold.data is None else _read_prompts(prepared, cold.data)
+        return read_demonstrations(
+            shown.prompts,
+            prepared.tokenizer,
+            column=cold.column,
+            max_tokens=longest.max_response_tokens,
+        )
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
 def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None:
     """Layouts that this model cannot have, and lengths that it cannot hold."""
     layout.stage_layers(shape.num_layers)
@@ -200,17 +237,22 @@ def _check_cache(prepared: Prepared) -> None:
         )
 
 
-def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
+def _read_prompts(prepared: Prepared, path: str) -> PromptSet:
     data, rollout = prepared.config.data, prepared.config.rollout
+    return load_prompts(
+        Path(path),
+        prepared.tokenizer,
+        prompt_column=data.prompt_column,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+
+
+def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
+    rollout = prepared.config.rollout
     try:
-        found = load_prompts(
-            Path(path),
-            prepared.tokenizer,
-            prompt_column=data.prompt_column,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            overlong=data.overlong_prompts,
-            chat_template_kwargs=data.chat_template_kwargs,
-        )
+        found = _read_prompts(prepared, path)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     highest = max(max(prompt.ids) for prompt in found.prompts)
@@ -232,11 +274,4 @@ def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
 
 
 def _reward(config: RewardConfig) -> RewardSpec:
-    function = load_reward(config.path)
-    return RewardSpec(
-        name=config.name or reward_name(config.path),
-        function=function,
-        weight=config.weight,
-        timeout_s=config.timeout_s,
-        kwargs=dict(config.kwargs),
-    )
+    return make_spec(config, device=platform.device, release=platform.empty_cache)

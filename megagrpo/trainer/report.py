@@ -5,7 +5,7 @@ sync bytes) is reduced here, so every rank calls in.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,15 @@ import torch
 
 from megagrpo import log
 from megagrpo.config_file import to_yaml
-from megagrpo.metrics.records import max_of, mean_of, min_of, render, rollout_metrics, std_of
+from megagrpo.metrics.records import (
+    max_of,
+    mean_of,
+    min_of,
+    render,
+    rollout_metrics,
+    selection_metrics,
+    std_of,
+)
 from megagrpo.metrics.report_html import write_report
 from megagrpo.metrics.reporters import (
     Console,
@@ -26,7 +34,7 @@ from megagrpo.metrics.reporters import (
 from megagrpo.parallel import collectives, platform
 from megagrpo.parallel.context import ParallelContext
 from megagrpo.rewards.runner import RewardCounts
-from megagrpo.rollout.storage import dump_rollouts
+from megagrpo.rollout.storage import Rollout, step_file
 from megagrpo.trainer.batch import Batch
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.trainer.update_metrics import UpdateMetrics
@@ -60,7 +68,7 @@ class StepReport:
             resumed = done if prepared.resume_from is not None else None
             (self._run_dir / "config.yaml").write_text(to_yaml(config))
             self._lines = JsonLines(self._run_dir / "metrics.jsonl", resumed)
-            console = Console(prepared.length.rollouts, self._context.layout.world)
+            console = Console(prepared.steps, self._context.layout.world)
             self._reporters = [self._lines, console]
             if config.log.tensorboard:
                 self._reporters.append(TensorBoard(self._run_dir / "tensorboard", resumed))
@@ -68,6 +76,8 @@ class StepReport:
                 settings = {"config": to_yaml(config)}
                 self._reporters.append(Wandb(config.log.wandb, self._run_dir, settings))
             log.info(f"plan: {prepared.length}")
+            if prepared.replay is not None:
+                log.info(f"replay: {prepared.steps} steps from {prepared.replay.folder}")
             log.info(f"first prompt: {ascii(prepared.train.first_rendered)}")
         self._since = time.perf_counter()
 
@@ -85,6 +95,8 @@ class StepReport:
         outcome: UpdateMetrics,
         progress: Progress,
         *,
+        rollout: Rollout,
+        fates: Sequence[str],
         evaluation: Mapping[str, float],
         sync: Mapping[str, float],
         counts: RewardCounts,
@@ -93,17 +105,16 @@ class StepReport:
         """The step's line; all ranks join. `sync` (by metric name) and `counts` are this rank's."""
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
-        metrics = {**outcome.as_metrics(), **_batch_metrics(batch)}
-        metrics["actor/kl_coef"] = self._prepared.config.algorithm.kl.beta
+        metrics = {**outcome.as_metrics(), **_batch_metrics(batch, rollout, fates)}
         metrics["actor/skipped_steps"] = float(progress.skipped_steps)
         metrics.update(self._over_ranks(sync, counts))
         apart = seconds.get("testing", 0.0) + seconds.get("save_checkpoint", 0.0)
-        metrics.update(self._speed(batch, elapsed - apart))
+        metrics.update(self._speed(rollout, elapsed - apart))
         metrics["timing_s/step"] = elapsed
         metrics.update({f"timing_s/{name}": value for name, value in seconds.items()})
         metrics.update(evaluation)
         if self._context.rank == 0 and self._prepared.config.rollout.dump:
-            self._dump(step, batch)
+            self._dump(step, batch, rollout, fates)
         self._write(step, progress.optimizer_steps, metrics)
         shown = self._prepared.config.log
         if shown.samples_every and step % shown.samples_every == 0:
@@ -126,14 +137,17 @@ class StepReport:
         for reporter in self._reporters:
             reporter.write(step, optimizer_step, metrics)
 
-    def _dump(self, step: int, batch: Batch) -> None:
-        advantages = batch.advantages.advantages.tolist()
-        path = self._run_dir / "rollouts" / f"step_{step}.jsonl"
-        dump_rollouts(path, batch.samples, {"advantage": advantages})
+    def _dump(self, step: int, batch: Batch, rollout: Rollout, fates: Sequence[str]) -> None:
+        """All that was generated; samples of dropped groups have no advantage."""
+        values = batch.advantages.advantages.tolist()
+        of = {(s.group, s.member): a for s, a in zip(batch.samples, values, strict=True)}
+        advantages = [of.get((s.group, s.member)) for s in rollout.samples]
+        path = step_file(self._run_dir / "rollouts", step)
+        rollout.dump(path, {"advantage": advantages, "fate": fates})
 
-    def _speed(self, batch: Batch, elapsed: float) -> dict[str, float]:
+    def _speed(self, rollout: Rollout, elapsed: float) -> dict[str, float]:
         """Of the step without evaluation and checkpoint, seconds."""
-        tokens = sum(len(s.prompt.ids) + len(s.completion.ids) for s in batch.samples)
+        tokens = sum(len(s.prompt.ids) + len(s.completion.ids) for s in rollout.samples)
         world = self._context.layout.world
         return {
             "perf/step_seconds": elapsed,
@@ -149,6 +163,7 @@ class StepReport:
             {
                 "reward/errors": torch.tensor(float(counts.errors)),
                 "reward/timeouts": torch.tensor(float(counts.timeouts)),
+                "reward/workers_replaced": torch.tensor(float(counts.workers_replaced)),
             },
         )
         peaks = {name: torch.tensor(value, dtype=torch.float64) for name, value in sync.items()}
@@ -158,15 +173,13 @@ class StepReport:
         return {name: float(value) for name, value in {**sums, **peaks}.items()}
 
 
-def _batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, lengths, counts and advantages of the whole rollout, known to every rank."""
-    trained = [
-        bool(valid) and bool(sample.completion.ids)
-        for valid, sample in zip(batch.valid, batch.samples, strict=True)
-    ]
+def _batch_metrics(batch: Batch, rollout: Rollout, fates: Sequence[str]) -> dict[str, float]:
+    """Rewards, lengths and counts of all that was generated, advantages of what is trained; known
+    to every rank."""
     result = batch.advantages
     rated = result.advantages[batch.valid].tolist()
-    record = rollout_metrics(batch.samples, trained)
+    record = rollout_metrics(rollout.samples, fates)
+    record |= selection_metrics(rollout.samples, rollout.dropped)
     record |= {
         "advantage/mean": mean_of(rated),
         "advantage/std": std_of(rated),
@@ -175,6 +188,8 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
         "advantage/abs_max": max_of(abs(value) for value in rated),
     }
     found = render(record)
+    if batch.kl_paid_mean is not None:
+        found["reward/kl_paid_mean"] = batch.kl_paid_mean
     found["advantage/clipped_share"] = result.clipped_share
     found["counts/singleton_groups"] = float(result.singleton_count)
     found["counts/missing_rewards"] = float(result.missing_count)

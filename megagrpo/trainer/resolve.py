@@ -5,31 +5,74 @@ from dataclasses import replace
 import torch
 
 from megagrpo.algo.corrections import resolve_correction
+from megagrpo.algo.kl_control import KLController, resolve_controller
 from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
 from megagrpo.config import Config
+from megagrpo.config_algorithm import KLConfig
 from megagrpo.parallel import platform
+
+
+def kl_controller(config: Config) -> KLController:
+    """What moves the KL coefficient, at its start; ValueError for what it never reads."""
+    kl = config.algorithm.kl
+    rule = kl.controller
+    try:
+        settings = resolve_controller(
+            rule.kind,
+            beta=kl.start_beta,
+            target=rule.target,
+            horizon=rule.horizon,
+            kp=rule.kp,
+            ki=rule.ki,
+            kd=rule.kd,
+        )
+    except ValueError as error:
+        raise ValueError(f"algorithm.kl.controller: {error}") from error
+    return KLController(settings)
+
+GENERATION_BATCHES = 10  # of a step, where groups are filtered and the config does not say
 
 
 def loss_settings(config: Config) -> LossSettings:
     """The chosen loss with its own defaults in place of nulls; ValueError for what it never
     reads."""
-    algorithm = config.algorithm
+    algorithm, kl = config.algorithm, config.algorithm.kl
     try:
         return resolve_loss_defaults(
             algorithm.loss,
             aggregation=algorithm.aggregation,
+            level=algorithm.level,
             normalize=algorithm.normalize,
             eps_low=algorithm.eps_low,
             eps_high=algorithm.eps_high,
             cap=algorithm.cap,
             delta=algorithm.delta,
             dual_clip=algorithm.dual_clip,
-            beta=algorithm.kl.beta,
-            kl_estimator=algorithm.kl.estimator,
+            tau_positive=algorithm.tau_positive,
+            tau_negative=algorithm.tau_negative,
+            gamma_positive=algorithm.gamma_positive,
+            gamma_negative=algorithm.gamma_negative,
+            beta=kl.start_beta if kl.place == "loss" else 0.0,
+            kl_estimator=kl.estimator,
+            unbiased_kl=kl.unbiased,
+            entropy_coef=algorithm.entropy_coef,
             correction=algorithm.correction.mode,
         )
     except ValueError as error:
         raise ValueError(f"algorithm: {error}") from error
+
+
+def _resolved_kl(config: Config) -> KLConfig:
+    kl, found = config.algorithm.kl, kl_controller(config).settings
+    rule = replace(
+        kl.controller,
+        target=found.target,
+        horizon=found.horizon,
+        kp=found.kp,
+        ki=found.ki,
+        kd=found.kd,
+    )
+    return replace(kl, beta=found.beta, controller=rule)
 
 
 def resolve(config: Config) -> Config:
@@ -65,13 +108,21 @@ def resolve(config: Config) -> Config:
             eps_high=loss.eps_high,
             cap=loss.cap,
             aggregation=loss.aggregation,
+            level=loss.level,
+            tau_positive=loss.tau_positive,
+            tau_negative=loss.tau_negative,
+            gamma_positive=None if loss.gamma_positive is None else list(loss.gamma_positive),
+            gamma_negative=None if loss.gamma_negative is None else list(loss.gamma_negative),
             normalize=loss.normalize,
+            kl=_resolved_kl(config),
             correction=replace(correction, cap=bounds.high, low=bounds.low),
             mismatch=mismatch,
         ),
         rollout=replace(
             config.rollout,
             kv_cache_gb=cache,
+            max_num_gen_batches=config.rollout.max_num_gen_batches
+            or (GENERATION_BATCHES if algorithm.filter_flat_groups else None),
             seed=seed if config.rollout.seed is None else config.rollout.seed,
         ),
         eval=replace(config.eval, seed=seed if config.eval.seed is None else config.eval.seed),

@@ -65,6 +65,7 @@ def check_checkpoint(
     sampler: PromptSampler,
     origin: dict[str, Any],
     shape: ModelShape,
+    controller: str,
 ) -> None:
     """Raise ValueError if the checkpoint belongs to other data, seed, model or reference."""
     state = read_state(checkpoint)
@@ -84,6 +85,11 @@ def check_checkpoint(
             f"{checkpoint}: data.train or its tokens have changed since it was saved (digest "
             f"{state['prompts']}, now {prompts.digest()}); resume with the same data or start a "
             "new trainer.run_dir"
+        )
+    if state["kl"]["kind"] != controller:
+        raise ValueError(
+            f"{checkpoint} was saved with algorithm.kl.controller.kind={state['kl']['kind']}, now "
+            f"it is {controller}; resume with the same or start a new trainer.run_dir"
         )
     saved = state["reference"]
     if saved["digest"] != origin["digest"]:

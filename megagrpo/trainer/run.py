@@ -5,7 +5,7 @@ checkpoint, so that a run that is killed between the two repeats the step and re
 `timing_s/save_checkpoint` of a step is therefore that of the save before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,24 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.hybrid.engine import HybridEngine
 from megagrpo.parallel.context import ParallelContext
+from megagrpo.rewards.entries import check_failed_share
 from megagrpo.rewards.runner import RewardCounts
 from megagrpo.rollout.collect import Collector, Draw
+from megagrpo.rollout.refill import Refill
+from megagrpo.rollout.storage import Rollout
+from megagrpo.trainer.accounts import fates
 from megagrpo.trainer.batch import AdvantageSettings, Batch, CutSettings, make_batch
 from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megagrpo.trainer.compare import Comparison
+from megagrpo.trainer.demonstrations import ColdStart
 from megagrpo.trainer.evaluate import Evaluator
 from megagrpo.trainer.export import export_checkpoint, export_folder
+from megagrpo.trainer.kl_penalty import RewardCharge
 from megagrpo.trainer.phases import Phases, phase
-from megagrpo.trainer.policy import NoReference, Policy, Reference
+from megagrpo.trainer.policy import Policy
+from megagrpo.trainer.replay import NoCollector, NoEngine, Replay
 from megagrpo.trainer.report import Progress, StepReport
+from megagrpo.trainer.scoring import NoReference, Reference
 from megagrpo.trainer.update_metrics import UpdateMetrics
 from megagrpo.types import Prompt, Sample, Sampling
 
@@ -38,6 +46,7 @@ class RolloutSettings:
     sampling: Sampling
     group_size: int
     seed: int
+    max_failed_share: float  # of a generated batch; more ends the run
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,20 @@ class SaveSettings:
 
 @dataclass
 class Run:
-    """Everything a step needs; `done` counts finished steps, `sync` and `counts` are what the
-    step's rollout left: an evaluation before the report syncs and scores as well."""
+    """Everything a step needs; `done` counts finished steps, `rolled_out`, `sync` and `counts` are
+    what the step's rollout left: an evaluation before the report syncs and scores as well."""
 
     context: ParallelContext
     phases: Phases
     prompts: PromptSet
     sampler: PromptSampler
-    collector: Collector
-    hybrid: HybridEngine
+    collector: Collector | NoCollector
+    hybrid: HybridEngine | NoEngine
+    refill: Refill | Replay
     policy: Policy
     reference: Reference | NoReference
+    reward_charge: RewardCharge
+    cold_start: ColdStart
     evaluator: Evaluator
     comparison: Comparison
     reporter: StepReport
@@ -76,6 +88,7 @@ class Run:
     steps: int
     resume_from: Path | None
     done: int = 0
+    rolled_out: Rollout = Rollout()
     sync: dict[str, float] = field(default_factory=dict)
     counts: RewardCounts = RewardCounts(0, 0)
 
@@ -92,28 +105,40 @@ class Run:
         return iter(range(self.done + 1, self.steps + 1))
 
     def draw(self) -> list[Prompt]:
-        """The prompts of the next step, the same on every rank."""
+        """The prompts of the next generation batch, the same on every rank."""
         return [self.prompts.prompts[number] for number in self.sampler.draw()]
 
     @phase("gen")
     def roll_out(self, prompts: list[Prompt], step: int) -> list[Sample]:
-        """G scored samples per prompt from the weights as they are; all ranks join."""
-        draw = Draw(self.rollout.seed, "train", step)
-        with self.hybrid.rollout_mode(version=step - 1):
+        """The samples to train on, G per prompt, from the weights as they are; all ranks join."""
+        draw, settings = Draw(self.rollout.seed, "train", step), self.rollout
+
+        def generate(batch: Sequence[Prompt], first_group: int) -> list[Sample]:
             samples = self.collector.collect(
-                prompts, draw, self.rollout.sampling, self.rollout.group_size
+                batch, draw, settings.sampling, settings.group_size, first_group
             )
+            check_failed_share(samples, settings.max_failed_share, self.collector.tracebacks)
+            return samples
+
+        with self.hybrid.rollout_mode(version=step - 1):
+            self.rolled_out = self.refill.fill(step, prompts, self.draw, generate)
         self.sync, self.counts = self.hybrid.stats, self.collector.rewards.take_counts()
         # Both are parts of "gen": the transfer before it, and the wait for rewards after it.
-        self.phases.add("update_weights", self.sync["sync/seconds"])
+        self.phases.add("update_weights", self.sync.get("sync/seconds", 0.0))
         self.phases.add("reward", self.counts.wait_seconds)
-        return samples
+        return self.rolled_out.kept
 
     @phase("adv")
     def compare_groups(self, samples: list[Sample]) -> Batch:
         """Advantages within each group, and this rank's micro-batches."""
         layout, coords = self.context.layout, self.context.coords
-        return make_batch(samples, self.advantage, self.cut, dp=layout.dp, dp_rank=coords.dp)
+        batch = make_batch(samples, self.advantage, self.cut, dp=layout.dp, dp_rank=coords.dp)
+        return self.cold_start.attach(batch, self.done + 1)
+
+    @phase("adv")
+    def charge_kl(self, batch: Batch) -> Batch:
+        """Advantages anew where rewards pay for KL; all ranks join."""
+        return self.reward_charge.charge(batch)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics if this step is due, else nothing; a blind comparison where one is."""
@@ -131,6 +156,8 @@ class Run:
             batch,
             outcome,
             Progress(self.policy.optimizer_steps, self.policy.skipped_steps),
+            rollout=self.rolled_out,
+            fates=fates(self.rolled_out, self.advantage),
             evaluation=evaluation,
             sync=self.sync,
             counts=self.counts,
@@ -167,6 +194,8 @@ class Run:
             "skipped_steps": self.policy.skipped_steps,
             "steps_over_stop": self.policy.steps_over_stop,
             "sampler": self.sampler.state(),
+            "cold_start": self.cold_start.state(),
+            "kl": self.policy.kl.state(),
             "prompts": self.prompts.digest(),
             "reference": settings.origin,
         }
@@ -191,6 +220,8 @@ class Run:
     def _resume(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, self.policy.trainable, self.context)
         self.sampler.load_state(state["sampler"])
+        self.cold_start.load_state(state["cold_start"])
+        self.policy.kl.load_state(state["kl"])
         self.policy.optimizer_steps = state["optimizer_steps"]
         self.policy.skipped_steps = state["skipped_steps"]
         self.policy.steps_over_stop = state["steps_over_stop"]

@@ -27,15 +27,23 @@ from megagrpo.parallel.context import ParallelContext, init_parallel
 from megagrpo.rewards.runner import RewardRunner
 from megagrpo.rollout.collect import Collector
 from megagrpo.rollout.engine import RolloutEngine
+from megagrpo.rollout.refill import Refill
+from megagrpo.trainer.accounts import groups_with_a_rating, groups_with_signal
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings
 from megagrpo.trainer.compare import build_comparison
+from megagrpo.trainer.demonstrations import build_cold_start
 from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
+from megagrpo.trainer.kl_penalty import KLCharge, NoCharge, RewardCharge
+from megagrpo.trainer.objective import Objective
 from megagrpo.trainer.phases import Phases
-from megagrpo.trainer.policy import NoReference, Policy, PolicySettings, Reference, Scoring
+from megagrpo.trainer.policy import Policy, PolicySettings
 from megagrpo.trainer.preflight import Prepared
+from megagrpo.trainer.replay import NoCollector, NoEngine
 from megagrpo.trainer.report import StepReport
+from megagrpo.trainer.resolve import kl_controller
 from megagrpo.trainer.run import RolloutSettings, Run, SaveSettings
+from megagrpo.trainer.scoring import NoReference, Reference, Scoring
 from megagrpo.trainer.sources import open_source
 from megagrpo.weights.table import expand, hf_manifest, padded_vocab
 
@@ -50,15 +58,11 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
     load_weights_(chunks, source, shape, context)
     scoring = Scoring(context, config.rollout.temperature, prepared.valid_vocab)
     reference = _reference(prepared, scoring, phases)
-    engine = _engine(prepared, chunks)
+    engine = None if prepared.replay is not None else _engine(prepared, chunks)
     trainable = _trainable(prepared, chunks, context)
-    hybrid = _hybrid(prepared, context, trainable, engine)
-    collector = Collector(
-        engine=engine,
-        rewards=RewardRunner(prepared.rewards),
-        decode=lambda ids: decode(prepared.tokenizer, ids),
-        gather=patient_gather(config.rollout.timeout_s),
-    )
+    hybrid = NoEngine() if engine is None else _hybrid(prepared, context, trainable, engine)
+    collector = _collector(prepared, engine)
+    policy = _policy(prepared, trainable, scoring, phases)
     return Run(
         context=context,
         phases=phases,
@@ -66,8 +70,11 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         sampler=prepared.sampler(),
         collector=collector,
         hybrid=hybrid,
-        policy=_policy(prepared, trainable, scoring, phases),
+        refill=prepared.replay or _refill(prepared),
+        policy=policy,
         reference=reference,
+        reward_charge=_reward_charge(prepared, policy),
+        cold_start=build_cold_start(prepared, _cut(prepared), context),
         evaluator=Evaluator(
             prompts=() if prepared.eval is None else prepared.eval.prompts,
             collector=collector,
@@ -80,7 +87,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         advantage=_advantage(prepared),
         cut=_cut(prepared),
         save_settings=_save(prepared),
-        steps=prepared.length.rollouts,
+        steps=prepared.steps,
         resume_from=prepared.resume_from,
     )
 
@@ -91,6 +98,29 @@ def _engine(prepared: Prepared, chunks: Chunks) -> RolloutEngine:
     engine = build_engine(prepared)
     weights.restore()
     return engine
+
+
+def _collector(prepared: Prepared, engine: RolloutEngine | None) -> Collector | NoCollector:
+    gather = patient_gather(prepared.config.rollout.timeout_s)
+    if engine is None:
+        return NoCollector(gather)
+    return Collector(
+        engine=engine,
+        rewards=RewardRunner(prepared.rewards),
+        decode=lambda ids: decode(prepared.tokenizer, ids),
+        gather=gather,
+    )
+
+
+def _refill(prepared: Prepared) -> Refill:
+    config, advantage = prepared.config, _advantage(prepared)
+    refills = config.algorithm.filter_flat_groups
+    return Refill(
+        groups=config.data.prompts_per_step,
+        max_batches=config.rollout.max_num_gen_batches or 1,
+        refills=refills,
+        useful=groups_with_signal(advantage) if refills else groups_with_a_rating(advantage),
+    )
 
 
 def _model(prepared: Prepared, context: ParallelContext) -> list[torch.nn.Module]:
@@ -124,7 +154,7 @@ def _trainable(prepared: Prepared, chunks: Chunks, context: ParallelContext) -> 
 
 def _reference(prepared: Prepared, scoring: Scoring, phases: Phases) -> Reference | NoReference:
     config = prepared.config
-    use, beta = config.reference.use, config.algorithm.kl.beta
+    use, beta = config.reference.use, config.algorithm.kl.start_beta
     if use == "never" or (use == "auto" and beta == 0):
         return NoReference()
     chunks: Chunks = _model(prepared, scoring.context)
@@ -180,12 +210,19 @@ def _policy(prepared: Prepared, trainable: Trainable, scoring: Scoring, phases: 
         trainable,
         scoring,
         PolicySettings(
-            loss=algorithm.loss,
-            loss_settings=prepared.loss,
-            correction=resolve_correction(correction.mode, correction.cap, correction.low),
+            objective=Objective(
+                loss=algorithm.loss,
+                settings=prepared.loss,
+                correction=resolve_correction(correction.mode, correction.cap, correction.low),
+                off_policy_threshold=correction.off_policy_threshold,
+                kl_in_loss=algorithm.kl.place == "loss",
+            ),
             mismatch_warn=mismatch.warn,
             mismatch_stop=mismatch.stop,
             mismatch_patience=mismatch.patience,
+            iterations=algorithm.num_iterations,
+            top_entropy_share=algorithm.top_entropy_quantile,
+            always_score_old=algorithm.kl.place == "reward",
         ),
         LRSchedule(
             kind=optim.schedule,
@@ -194,6 +231,7 @@ def _policy(prepared: Prepared, trainable: Trainable, scoring: Scoring, phases: 
             warmup_steps=optim.warmup_steps,
             total_steps=prepared.length.optimizer_steps,
         ),
+        kl_controller(prepared.config),
         phases,
     )
 
@@ -204,7 +242,17 @@ def _advantage(prepared: Prepared) -> AdvantageSettings:
         normalize=prepared.loss.normalize,
         baseline=algorithm.baseline,
         clip=algorithm.advantage_clip,
+        truncated=algorithm.truncated,
+        combine=algorithm.combine,
+        weights=tuple((spec.name, spec.weight) for spec in prepared.rewards),
     )
+
+
+def _reward_charge(prepared: Prepared, policy: Policy) -> RewardCharge:
+    kl = prepared.config.algorithm.kl
+    if kl.place == "loss":
+        return NoCharge()
+    return KLCharge(policy.kl, kl.estimator, _advantage(prepared), policy.scoring.context)
 
 
 def _save(prepared: Prepared) -> SaveSettings:
@@ -238,4 +286,5 @@ def _rollout(prepared: Prepared) -> RolloutSettings:
         sampling=prepared.sampling(rollout.temperature),
         group_size=rollout.group_size,
         seed=rollout.seed,
+        max_failed_share=rollout.max_failed_share,
     )

@@ -60,7 +60,8 @@ def _named(prefix: str, part: SumsAndPeaks) -> Scalars:
 def reduce_sums(micro_batches: Sequence[Scalars], context: ParallelContext) -> dict[str, float]:
     """The scalars of one optimizer step over all its micro-batches, the same on every rank.
 
-    All ranks of the world join; only the last stage has micro-batch scalars.
+    Not every micro-batch has every scalar, but every rank has the same kinds of micro-batches. All
+    ranks of the world join; only the last stage has micro-batch scalars.
     """
     totals: dict[str, float] = {}
     if context.is_last_stage:
@@ -72,8 +73,11 @@ def reduce_sums(micro_batches: Sequence[Scalars], context: ParallelContext) -> d
 def _reduce_over_data_parallel(
     micro_batches: Sequence[Scalars], context: ParallelContext
 ) -> dict[str, float]:
-    names = micro_batches[0].keys()
-    stacked = {name: torch.stack([part[name].double() for part in micro_batches]) for name in names}
+    names = dict.fromkeys(name for part in micro_batches for name in part)
+    stacked = {
+        name: torch.stack([part[name].double() for part in micro_batches if name in part])
+        for name in names
+    }
     sums = {name: value.sum() for name, value in stacked.items() if not name.startswith(PEAK)}
     peaks = {name: value.max() for name, value in stacked.items() if name.startswith(PEAK)}
     sums = collectives.sum_over(context.dp_group, sums)
@@ -85,6 +89,7 @@ def _reduce_over_data_parallel(
 class UpdateMetrics:
     """Collects the optimizer steps of one rollout."""
 
+    kl_coef: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -96,20 +101,28 @@ class UpdateMetrics:
         for name, value in reduced.items():
             old = self.totals.get(name, 0.0)
             self.totals[name] = max(old, value) if name.startswith(PEAK) else old + value
-        self.losses.append({name: reduced[f"loss/{name}"] for name in ("loss", "pg_loss")})
-        if "loss/kl_loss" in reduced:
-            self.losses[-1]["kl_loss"] = reduced["loss/kl_loss"]
+        imitation = reduced.get("demonstration/loss", 0.0)
+        self.losses.append(
+            {"loss": reduced["loss/loss"] + imitation, "pg_loss": reduced["loss/pg_loss"]}
+        )
+        for name, source in (
+            ("kl_loss", "loss/kl_loss"),
+            ("bc_loss", "demonstration/bc_loss"),
+            ("bc_coef", "demonstration/bc_coef"),
+        ):
+            if source in reduced:
+                self.losses[-1][name] = reduced[source]
         self.grad_norms.append(grad_norm)
         self.lrs.append(lr)
         self.skipped += skipped
 
     def as_metrics(self) -> dict[str, float]:
         """Names of conventions.md; a metric without data is left out."""
-        found: dict[str, float] = {}
+        found = {"actor/kl_coef": self.kl_coef}
         if not self.losses:
             return found
-        for name in self.losses[0]:
-            found[f"actor/{name}"] = _mean([part[name] for part in self.losses])
+        for name in dict.fromkeys(name for part in self.losses for name in part):
+            found[f"actor/{name}"] = _mean([part[name] for part in self.losses if name in part])
         found["actor/grad_norm"] = _mean(self.grad_norms)
         found["actor/lr"] = self.lrs[-1]
         tokens = self.totals["loss/tokens"]
@@ -120,9 +133,15 @@ class UpdateMetrics:
             ("actor/ppo_kl", "ppo_kl"),
             ("kl/ref_k1", "ref_k1"),
             ("kl/ref_k3", "ref_k3"),
+            ("actor/entropy_kept_share", "entropy_kept_tokens"),
+            ("rollout_corr/off_policy_share", "off_policy_tokens"),
         ):
             if f"loss/{source}" in self.totals and tokens:
                 found[name] = self.totals[f"loss/{source}"] / tokens
+        sequences = self.totals["loss/sequences"]
+        if "loss/off_policy_sequences" in self.totals and sequences:
+            dropped = self.totals["loss/off_policy_sequences"]
+            found["rollout_corr/off_policy_sequence_share"] = dropped / sequences
         found.update(mismatch_metrics(self._part("mismatch")))
         found.update(correction_metrics(self._part("weight")))
         return found
