@@ -187,16 +187,18 @@ def off_policy_keep(
 ) -> torch.Tensor:
     """Which sequences keep their policy term: all but A < 0 with mean(rollout - current) > limit.
 
-    Per token: logprobs (current, not old), rollout_logprobs, mask, sequence of one shape.
-    advantages [num_sequences]; threshold in nats. Returns [num_sequences] bool for
-    `losses.policy_loss`. DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1.
+    Per token: logprobs (current, not old), rollout_logprobs, mask, sequence of one shape; a
+    difference that is not finite says nothing and counts as 0. advantages [num_sequences];
+    threshold in nats. Returns [num_sequences] bool for `losses.policy_loss`, which counts what is
+    dropped. DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1.
     """
     check_token_shapes(
         logprobs.shape, rollout_logprobs=rollout_logprobs, mask=mask, sequence=sequence
     )
     check_sequence_shapes(num_sequences, advantages=advantages)
     flat, index = flat_mask(mask), sequence.reshape(-1)
-    drift = torch.where(flat, rollout_logprobs.reshape(-1) - logprobs.reshape(-1), 0.0)
+    drift = rollout_logprobs.reshape(-1) - logprobs.reshape(-1)
+    drift = torch.where(flat & torch.isfinite(drift), drift, 0.0)
     lengths = segment_sum(flat.to(drift.dtype), index, num_sequences)
     mean = segment_sum(drift, index, num_sequences) / lengths.clamp(min=1)
     return ~((advantages < 0) & (mean > threshold))
