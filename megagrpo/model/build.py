@@ -1,15 +1,13 @@
 """Builds this rank's part of a GPTModel from a ModelShape, and fills it from a TensorSource.
 
-Flags are those under which megatron-core's logits equal transformers' (fused rotary embedding and
-fused bias-activation stay off: they widen the gap between training and rollout). Layers come from
-Transformer Engine where it and a GPU exist, else from torch_spec. Parameters start as NaN, so that
-a weight nobody loaded cannot hide. Left out, and refused: virtual pipeline stages, context and
-expert parallelism.
+Layers come from Transformer Engine where it and a GPU exist, else from torch_spec. Parameters start
+as NaN, so that a weight nobody loaded cannot hide. Models with experts, latent attention or Gemma's
+layers are built to compare logits, without Transformer Engine; training refuses them when it reads
+their config. Left out, and refused: virtual pipeline stages, context and expert parallelism.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +20,13 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megagrpo.model import torch_spec  # noqa: E402
+from megagrpo.model import gemma_spec, torch_spec  # noqa: E402
+from megagrpo.model.core_config import (  # noqa: E402
+    RECOMPUTE,
+    ModelSettings,
+    transformer_config,
+)
 from megagrpo.parallel import mcore_compat  # noqa: E402
 from megagrpo.parallel.context import ParallelContext  # noqa: E402
 from megagrpo.types import ModelShape, TensorSource  # noqa: E402
@@ -33,30 +35,6 @@ from megagrpo.weights.table import check_tp  # noqa: E402
 
 Chunks = Sequence[torch.nn.Module]
 """The model chunks of one rank, bare or wrapped; one chunk without virtual stages."""
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """How the model runs; none of it changes a number beyond rounding.
-
-    vpp, cp and ep exist to be refused by name until they are built.
-    """
-
-    sequence_parallel: bool = False  # norms and residuals cut over tokens between tensor ranks
-    recompute: str = "none"  # "none", "selective" (core attention) or "full" (every layer)
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
 
 
 def build_model(
@@ -73,18 +51,11 @@ def build_model(
     shape or a setting that the layout cannot have.
     """
     _refuse(shape, context, settings)
-    config = _transformer_config(shape, context, dtype, settings)
-    start, stop = context.layout.stage_layers(shape.num_layers)[context.coords.pp]
-    if platform.has_transformer_engine():
-        spec = mcore_compat.call(
-            get_gpt_layer_with_transformer_engine_spec, qk_layernorm=shape.qk_norm
-        )
-    else:
-        spec = torch_spec.block_spec(stop - start, shape.qk_norm)
+    config = transformer_config(shape, context.layout, dtype, settings)
     model = mcore_compat.call(
         GPTModel,
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=_spec(shape, context),
         vocab_size=padded_vocab,
         max_sequence_length=shape.max_positions,
         pre_process=context.is_first_stage,
@@ -95,11 +66,39 @@ def build_model(
         rotary_percent=1.0,
         rotary_base=shape.rope_theta,
     )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(shape)
+    _set_frequencies(model, shape)
+    if shape.gemma is not None:
+        gemma_spec.scale_ends_(model, shape.hidden_size, shape.gemma)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in local_parameters([model]).values():
             parameter.fill_(math.nan)
     return [model]
+
+
+def _spec(shape: ModelShape, context: ParallelContext) -> Any:
+    start, stop = context.layout.stage_layers(shape.num_layers)[context.coords.pp]
+    special = shape.experts or shape.latent or shape.gemma
+    if platform.has_transformer_engine():
+        if special:
+            raise ValueError(
+                f"{shape.architecture} is built without Transformer Engine only; compare its "
+                "logits on a machine without a GPU"
+            )
+        return mcore_compat.call(
+            get_gpt_layer_with_transformer_engine_spec, qk_layernorm=shape.qk_norm
+        )
+    if shape.gemma is not None:
+        return gemma_spec.block_spec(shape, start, stop)
+    return torch_spec.block_spec(shape, start, stop)
+
+
+def _set_frequencies(model: Any, shape: ModelShape) -> None:
+    """Rotary frequencies bit-equal to transformers', wherever the model keeps them."""
+    if shape.latent is None:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape)
+    elif shape.rope_scaling is None or shape.rope_scaling.kind != "yarn":
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb.inv_freq = inverse_frequencies(shape)
 
 
 def load_weights_(
@@ -116,9 +115,12 @@ def load_weights_(
 
 
 def local_parameters(chunks: Chunks) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters under the names of weights.table (profile `naming_profile()`)."""
+    """This rank's parameters under the names of weights.table (profile `naming_profile()`), and
+    the router biases, which are buffers."""
     assert len(chunks) == 1, f"{len(chunks)} model chunks, virtual stages are not in this version"
-    return dict(bare(chunks[0]).named_parameters())
+    model = bare(chunks[0])
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(".expert_bias")}
+    return dict(model.named_parameters()) | biases
 
 
 def naming_profile() -> str:
@@ -140,7 +142,8 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     original / low_freq_factor, keeps those under original / high_freq_factor, and blends between.
     transformers modeling_rope_utils.py (_compute_llama3_parameters).
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+    dim = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / (shape.rope_theta**exponents)
     scaling = shape.rope_scaling
     if scaling is None:
@@ -164,7 +167,7 @@ def _refuse(shape: ModelShape, context: ParallelContext, settings: ModelSettings
         size = getattr(settings, name)
         if size != 1:
             raise ValueError(f"parallel.{name}={size} is not in this version; use 1")
-    if settings.recompute not in _RECOMPUTE:
+    if settings.recompute not in RECOMPUTE:
         raise ValueError(
             f"parallel.recompute={settings.recompute!r} is unknown; use none, selective or full"
         )
@@ -179,62 +182,3 @@ def _refuse(shape: ModelShape, context: ParallelContext, settings: ModelSettings
             f"parallel.first_stage_layers / last_stage_layers={declared} have no effect with "
             "parallel.pp=1"
         )
-
-
-def _left_as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    """Initialisation that draws nothing: every weight is loaded."""
-    return weight
-
-
-def _transformer_config(
-    shape: ModelShape, context: ParallelContext, dtype: torch.dtype, settings: ModelSettings
-) -> Any:
-    layout = context.layout
-    return mcore_compat.call(
-        TransformerConfig,
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        # Also what marks the cut parameters; without the marks the gradient norm loses shards.
-        perform_initialization=True,
-        init_method=_left_as_it_is,
-        output_layer_init_method=_left_as_it_is,
-        embedding_init_method=_left_as_it_is,
-        use_cpu_initialization=False,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        sequence_parallel=settings.sequence_parallel,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        # Losses arrive divided by global counts; neither Megatron nor DDP may divide again.
-        calculate_per_token_loss=True,
-        # gloo may still be sending from an output that this would free (wrong numbers).
-        deallocate_pipeline_outputs=platform.is_cuda(),
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
-        # Packs differ in length; upstream ties that to this dispatcher even for dense models.
-        variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        **_RECOMPUTE[settings.recompute],
-    )

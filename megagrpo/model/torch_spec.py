@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
 from megagrpo.parallel import mcore_compat  # noqa: E402
+from megagrpo.types import ModelShape  # noqa: E402
 
 _MAX_PADDING = 4  # one padded batch as long as it is at most this many times the real tokens
 
@@ -133,6 +134,14 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LatentRMSNorm(TorchRMSNorm):
+    """The norm of a low-rank query or key, whose epsilon transformers takes from no config."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, **kwargs)
+        self.eps = 1e-6
+
+
 class TorchCoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention by torch's scaled_dot_product_attention, packed (THD) or not (SBHD)."""
 
@@ -177,9 +186,7 @@ class TorchCoreAttention(MegatronModule):  # type: ignore[misc]
             _Pad.apply(x, part).view(part.count, part.longest, *x.shape[1:]).transpose(1, 2)
             for x in (query, key, value)
         ]
-        out = F.scaled_dot_product_attention(
-            *batch, is_causal=True, scale=self.scale, enable_gqa=True
-        )
+        out = self._attend(*batch, None)
         return _Unpad.apply(out.transpose(1, 2).reshape(part.count * part.longest, -1), part)
 
     def _batched(
@@ -189,26 +196,57 @@ class TorchCoreAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = F.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-            attn_mask=None if attention_mask is None else ~attention_mask,
-            is_causal=attention_mask is None,
+        batch = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = self._attend(*batch, attention_mask)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        masked: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[N, H, S, D] each, fewer heads in key and value -> [N, H, S, D of value]; causal unless
+        `masked` (True is masked)."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if masked is None else ~masked,
+            is_causal=masked is None,
             scale=self.scale,
             enable_gqa=True,
         )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
-def block_spec(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: megatron-core's local spec with our norm and attention."""
+def block_spec(shape: ModelShape, start: int, stop: int) -> TransformerBlockSubmodules:
+    """Layers [start, stop) of the model, those of one pipeline stage: megatron-core's local spec
+    with our norm and attention."""
+    dense = 0 if shape.experts is None else shape.experts.dense_layers
+    plain = _layer_spec(shape, None)
+    mixed = None if shape.experts is None else _layer_spec(shape, shape.experts.count)
+    specs = [plain if mixed is None or layer < dense else mixed for layer in range(start, stop)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm)
+
+
+def _layer_spec(shape: ModelShape, experts: int | None) -> Any:
     layer = mcore_compat.call(
-        get_gpt_layer_local_spec, qk_layernorm=qk_norm, normalization="RMSNorm"
+        get_gpt_layer_local_spec,
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=shape.qk_norm or shape.latent is not None,
+        multi_latent_attention=shape.latent is not None,
+        normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = TorchRMSNorm
     layer.submodules.pre_mlp_layernorm = TorchRMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchCoreAttention
-    if qk_norm:
+    if shape.latent is not None:
+        attention.q_layernorm = LatentRMSNorm
+        attention.kv_layernorm = LatentRMSNorm
+    elif shape.qk_norm:
         attention.q_layernorm = TorchRMSNorm
         attention.k_layernorm = TorchRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchRMSNorm)
+    return layer

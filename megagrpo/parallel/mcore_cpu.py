@@ -11,6 +11,8 @@ reached by another road (`getattr(torch, "cuda")`) are not seen; none exist on o
 Repairs, each by upstream symbol, and when it may go:
 - `transformer.moe.moe_utils.te_general_gemm` (0.16.x): undefined without TE, NameError in every MoE
   router. Gone when 0.16 is no longer supported.
+- `transformer.multi_latent_attention.HAVE_TE` (0.16.1): true without TE, whose classes are then
+  mocks, TypeError in every such layer. Gone when upstream asks whether TE itself was imported.
 - `dist_checkpointing.strategies.filesystem_async` write queue (all): spawns a Python process per
   rank that re-imports the main script, 20 s per first save; CPU uses a forked manager. Gone when
   upstream takes a context argument that defaults to fork without CUDA.
@@ -48,6 +50,7 @@ _IDLE_WARNINGS = (
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": mcore_repairs.disable_jit_fuser,
     "megatron.core.transformer.moe.moe_utils": mcore_repairs.define_te_general_gemm,
+    "megatron.core.transformer.multi_latent_attention": mcore_repairs.deny_missing_te,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": mcore_repairs.fork_write_queue,
     "megatron.core.models.common.embeddings.rope_utils": mcore_repairs.vectorise_packed_rope,
     "megatron.core.optimizer.distrib_optimizer": mcore_repairs.repair_distributed_optimizer,

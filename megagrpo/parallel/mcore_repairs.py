@@ -32,6 +32,12 @@ def define_te_general_gemm(module: types.ModuleType) -> None:
     module.__dict__.setdefault("te_general_gemm", None)
 
 
+def deny_missing_te(module: types.ModuleType) -> None:
+    """`multi_latent_attention`: do not claim a TE whose linear layers are stand-ins."""
+    if not isinstance(module.__dict__.get("TELinear"), type):
+        module.__dict__["HAVE_TE"] = False
+
+
 class _ForkedQueue:
     """One queue served by a forked manager process per rank process, ended at exit."""
 
