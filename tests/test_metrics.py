@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from megagrpo import log
 from megagrpo.metrics.records import (
+    FATES,
     METRICS,
     Record,
     max_of,
@@ -114,9 +115,7 @@ def test_what_has_no_data_is_left_out_without_a_warning() -> None:
         found = render(record)
     assert found == {
         "counts/generated": 0.0,
-        "counts/trained": 0.0,
-        "counts/failed": 0.0,
-        "counts/filtered": 0.0,
+        **{f"counts/{fate}": 0.0 for fate in FATES},
     }
 
 

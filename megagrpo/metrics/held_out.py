@@ -13,7 +13,7 @@ Letters: n rated completions of a prompt, c solved ones among them, k.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megagrpo.types import Sample
@@ -59,6 +59,19 @@ def held_out_metrics(
                for group, values in zip(groups, rewards, strict=True)]  # fmt: skip
         found[f"{prefix}/maj@{k}"] = _mean(won)
     return found
+
+
+def headline_scores(names: Collection[str]) -> list[str]:
+    """Those of `names` that a reader wants first: every mean@k, and maj@k and pass@k of the same k
+    where there are several completions. Example: mean@4, maj@4, pass@4; not pass@1, pass@2."""
+    shown = []
+    for name in names:
+        found = re.fullmatch(r"(val/.+/)mean@(\d+)", name)
+        if found:
+            several = found[2] != "1"
+            others = [f"{found[1]}{kind}@{found[2]}" for kind in ("maj", "pass")] if several else []
+            shown += [name, *others]
+    return [name for name in shown if name in names]
 
 
 def attempts(k: int) -> Iterator[int]:

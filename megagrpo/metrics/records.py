@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megagrpo.rewards.shaping import NGRAM, repeated_ngrams
 from megagrpo.types import Sample
 
 
@@ -105,20 +106,28 @@ def render(record: Mapping[str, Entry]) -> dict[str, float]:
     return rendered
 
 
-def rollout_metrics(samples: Sequence[Sample], trained: Sequence[bool] | None = None) -> Record:
+FATES = ("trained", "filtered", "failed", "truncated", "surplus", "buffered")
+"""What can become of a generated sample, exactly one of them each: `counts/FATE` add up."""
+
+
+def rollout_metrics(samples: Sequence[Sample], fates: Sequence[str] | None = None) -> Record:
     """`reward/*`, `response_length/*`, `prompt_length/*` and the `counts/*` of one rollout.
 
-    Rewards and lengths are those of all samples that have not failed; a missing reward leaves only
-    the reward statistics. `trained[i]` says whether sample i reaches the loss (default: not failed
-    and rewarded); the others are failed, or filtered.
+    Rewards and lengths are those of all generated samples that have not failed, whether they are
+    trained or not: they describe the policy. A missing reward leaves only the reward statistics.
+    `fates[i]` is what became of sample i, one of FATES (default: failed, trained where rewarded,
+    else filtered).
     """
     alive = [sample for sample in samples if not sample.failed]
     rewards = [sample.reward for sample in alive if sample.reward is not None]
     lengths = [len(sample.completion.ids) for sample in alive]
     prompts = [len(sample.prompt.ids) for sample in alive]
-    if trained is None:
-        trained = [not sample.failed and sample.reward is not None for sample in samples]
-    num_trained, num_failed = sum(map(bool, trained)), len(samples) - len(alive)
+    if fates is None:
+        fates = [
+            "failed" if s.failed else "filtered" if s.reward is None else "trained" for s in samples
+        ]
+    assert len(fates) == len(samples) and set(fates) <= set(FATES), f"fates {set(fates)}"
+    ngrams = [repeated_ngrams(sample.completion.ids, NGRAM) for sample in alive]
     record = {
         "reward/mean": mean_of(rewards),
         "reward/std": std_of(rewards),
@@ -130,15 +139,27 @@ def rollout_metrics(samples: Sequence[Sample], trained: Sequence[bool] | None = 
         "response_length/clip_ratio": mean_of(not sample.completion.stopped for sample in alive),
         "prompt_length/mean": mean_of(prompts),
         "prompt_length/max": max_of(prompts),
+        "rollout/repetition_share": mean(sum(r for r, _ in ngrams), sum(n for _, n in ngrams)),
         "counts/generated": total(len(samples)),
-        "counts/trained": total(num_trained),
-        "counts/failed": total(num_failed),
-        "counts/filtered": total(len(samples) - num_trained - num_failed),
+        **{f"counts/{fate}": total(fates.count(fate)) for fate in FATES},
     }
     for name in dict.fromkeys(name for sample in alive for name in sample.rewards):
         values = (sample.rewards.get(name) for sample in alive)
         record[f"reward/{name}/mean"] = mean_of(v for v in values if v is not None)
     return record | _group_metrics(alive)
+
+
+def selection_metrics(samples: Sequence[Sample], dropped: Mapping[int, str]) -> Record:
+    """Mean length in the groups that are trained and in those of `dropped`, by group number: a
+    difference is a bias of what the step was filled with."""
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for sample in samples:
+        if not sample.failed:
+            lengths[sample.group in dropped].append(len(sample.completion.ids))
+    return {
+        "rollout/kept_length_mean": mean_of(lengths[False]),
+        "rollout/dropped_length_mean": mean_of(lengths[True]),
+    }
 
 
 def _group_metrics(alive: Sequence[Sample]) -> Record:
@@ -174,6 +195,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/group_std_mean": ("sum of the groups' unbiased stds", "groups of at least 2"),
     "reward/errors": ("samples whose reward raised or gave no number", "-"),
     "reward/timeouts": ("samples whose reward took too long", "-"),
+    "reward/workers_replaced": ("worker processes of rewards that hung or died", "-"),
     "advantage/mean": ("sum of advantages", _RATED),
     "advantage/std": ("unbiased std of advantages", f"{_RATED} - 1"),
     "advantage/min": ("smallest advantage", "-"),
@@ -231,13 +253,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "memory/rss_gb": ("resident memory of the process, largest over ranks, GiB", "-"),
     "counts/generated": ("sampled completions", "-"),
     "counts/trained": ("samples that reach the loss", "-"),
-    "counts/filtered": ("samples left out without a failure", "-"),
+    "counts/filtered": ("samples of groups without signal, unrated or empty ones", "-"),
     "counts/failed": ("samples whose generation or reward failed", "-"),
     "counts/singleton_groups": ("groups with one valid sample", "-"),
     "counts/missing_rewards": ("samples that no reward rated", "-"),
     "counts/truncated": ("samples removed because they were cut", "-"),
-    "counts/surplus": ("samples generated beyond need", "-"),
+    "counts/surplus": ("samples of good groups beyond need", "-"),
     "counts/buffered": ("samples kept for a later step", "-"),
-    "rollout/repetition_share": ("repeated n-grams", "n-grams of the sampled tokens"),
+    "rollout/kept_length_mean": ("sum of sampled tokens in trained groups", _SAMPLES),
+    "rollout/dropped_length_mean": ("sum of sampled tokens in dropped groups", _SAMPLES),
+    "rollout/repetition_share": ("repeated 4-grams", "4-grams of the sampled tokens"),
 }
 """Every metric name of this program; NAME, PHASE and k stand for what the run calls them."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megagrpo.metrics import report_tables
+from megagrpo.metrics.held_out import headline_scores
 from megagrpo.metrics.report_data import Run, ends_of, finite, read_run
 from megagrpo.metrics.report_page import PAGE
 from megagrpo.metrics.report_tables import escaped
@@ -30,7 +31,7 @@ def write_report(run_dir: str | Path) -> Path:
         "subtitle": _subtitle(run),
         "tiles": "".join(_tiles(run)),
         "cards": "".join(_cards(run)) if steps else "<p>No training step has been logged yet.</p>",
-        "health": "".join(report_tables.health(run)),
+        "health": "".join([*report_tables.warnings(run), *report_tables.health(run)]),
         "samples": report_tables.samples(run),
         "numbers": "".join(report_tables.numbers(run)),
         "config": "".join(report_tables.config(run)),
@@ -54,8 +55,7 @@ def _subtitle(run: Run) -> str:
 
 
 def _held_out(run: Run) -> list[str]:
-    names = {name for line in run.lines for name in line if name.startswith("val/") and "@" in name}
-    return sorted(names)
+    return headline_scores(sorted({name for line in run.lines for name in line}))
 
 
 def _tiles(run: Run) -> Iterator[str]:
@@ -107,9 +107,10 @@ def _cards(run: Run) -> Iterator[str]:
                 dots=len(scored) <= 60,
             )
             steps = [point["step"] for point in scored]
-            drawing = chart(steps, [line], "mean reward", f"Held-out {name}")
+            unit = "share of prompts" if "/pass@" in name else "mean reward"
+            drawing = chart(steps, [line], unit, f"Held-out {name}")
             text = f"{escaped(name)}, {len(scored)} evaluations"
-            yield _frame("Held-out reward", text, "", drawing)
+            yield _frame("Held-out score", text, "", drawing)
 
 
 def _card(

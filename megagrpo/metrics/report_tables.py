@@ -4,8 +4,11 @@ import html
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
+from megagrpo.config import HealthConfig
+from megagrpo.metrics.health import findings_of
 from megagrpo.metrics.records import METRICS
 from megagrpo.metrics.report_data import Run, finite
 from megagrpo.metrics.svg_chart import number
@@ -62,6 +65,23 @@ def health(run: Run) -> Iterator[str]:
     missing = run.steps[-1]["step"] - run.steps[0]["step"] + 1 - steps if steps else 0
     if missing or run.torn:
         yield _check(True, f"{missing} steps have no line, {run.torn} lines cannot be read")
+
+
+def warnings(run: Run) -> Iterator[str]:
+    """The warnings that the run gave, with what to try."""
+    for finding in findings_of(run.lines, _thresholds(run.config)):
+        last = "the last" if finding.last is None else f"{finding.last:,}"
+        yield _check(True, f"steps {finding.first:,} to {last}: {escaped(finding.line)}")
+
+
+def _thresholds(config: Mapping[str, Any]) -> HealthConfig:
+    """The run's own; the usual one for a key that its config.yaml does not hold."""
+    known: dict[str, Any] = {}
+    for item in fields(HealthConfig):
+        value = config.get(f"health.{item.name}", item.default)
+        number_or_off = value is None or finite(value) is not None
+        known[item.name] = value if number_or_off else item.default
+    return HealthConfig(**known)
 
 
 def _check(bad: bool, text: str) -> str:

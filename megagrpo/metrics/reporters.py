@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megagrpo import log
+from megagrpo.metrics.held_out import headline_scores
 from megagrpo.types import Sample
 
 Metrics = Mapping[str, float]
@@ -119,8 +120,7 @@ def progress_line(step: int, total_steps: int, metrics: Metrics, ranks: int = 1)
         _word("", metrics.get("perf/step_seconds"), ".2f", " s"),
         _word("", None if rate is None else rate * ranks, ",.0f", " tok/s"),
     ]
-    held_out = {name: value for name, value in metrics.items() if name.startswith("val/")}
-    parts += [_word(name, value, ".3f") for name, value in held_out.items() if "@" in name]
+    parts += [_word(name, metrics[name], ".3f") for name in headline_scores(metrics.keys())]
     return "  ".join(parts)
 
 

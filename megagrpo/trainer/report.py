@@ -13,6 +13,7 @@ import torch
 
 from megagrpo import log
 from megagrpo.config_file import to_yaml
+from megagrpo.metrics.health import Health
 from megagrpo.metrics.records import (
     max_of,
     mean_of,
@@ -29,6 +30,7 @@ from megagrpo.metrics.reporters import (
     Reporter,
     TensorBoard,
     Wandb,
+    read_lines,
     sample_lines,
 )
 from megagrpo.parallel import collectives, platform
@@ -59,6 +61,7 @@ class StepReport:
         self._run_dir = Path(prepared.config.trainer.run_dir)
         self._reporters: list[Reporter] = []
         self._lines: JsonLines | None = None
+        self._health = Health(prepared.config.health)
         self._since = time.perf_counter()
 
     def begin(self, done: int) -> None:
@@ -68,6 +71,8 @@ class StepReport:
             resumed = done if prepared.resume_from is not None else None
             (self._run_dir / "config.yaml").write_text(to_yaml(config))
             self._lines = JsonLines(self._run_dir / "metrics.jsonl", resumed)
+            for line in read_lines(self._run_dir / "metrics.jsonl")[0]:
+                self._health.see(line["step"], line)  # warned before this run was resumed
             console = Console(prepared.steps, self._context.layout.world)
             self._reporters = [self._lines, console]
             if config.log.tensorboard:
@@ -136,6 +141,9 @@ class StepReport:
     def _write(self, step: int, optimizer_step: int, metrics: Mapping[str, float]) -> None:
         for reporter in self._reporters:
             reporter.write(step, optimizer_step, metrics)
+        if self._context.rank == 0:
+            for finding in self._health.see(step, metrics):
+                log.warn(finding.line)
 
     def _dump(self, step: int, batch: Batch, rollout: Rollout, fates: Sequence[str]) -> None:
         """All that was generated; samples of dropped groups have no advantage."""
