@@ -51,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="keys of a first run (--help-all shows every key):\n" + help_text(short=True),
     )
     train.add_argument("--config", help="YAML file with sections as shown by --help-all")
+    train.add_argument(
+        "--replay",
+        metavar="RUN_DIR/rollouts",
+        help="train on the rollouts that a run dumped, without an engine; settings: that run's",
+    )
     train.add_argument("--help-all", action="store_true", help="every key with its meaning")
     train.add_argument("overrides", nargs="*", metavar="section.key=value")
     train.set_defaults(command=_train)
@@ -84,11 +89,15 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.help_all:
         sys.stdout.write(help_text(short=False) + "\n")
         return 0
-    config = load_config(arguments.config, arguments.overrides)
+    path, replay = arguments.config, None
+    if arguments.replay is not None:
+        replay = Path(arguments.replay)
+        path = path or _config_of_replayed(replay)
+    config = load_config(path, arguments.overrides)
     from megagrpo.parallel import platform
     from megagrpo.trainer.preflight import prepare
 
-    prepared = prepare(config, platform.rank_from_env(), platform.world_from_env())
+    prepared = prepare(config, platform.rank_from_env(), platform.world_from_env(), replay)
     from megagrpo.trainer.grpo import train
     from megagrpo.trainer.guard import run_guarded
     from megagrpo.trainer.setup import build_run
@@ -110,6 +119,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{name} {value:.4f}\n")
     sys.stdout.flush()
     return 0
+
+
+def _config_of_replayed(rollouts: Path) -> str:
+    """The config.yaml of the run that dumped RUN_DIR/rollouts."""
+    path = rollouts.resolve().parent / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"--replay {rollouts}: no {path}; give the run's settings with --config")
+    log.info(f"settings: {path}")
+    return str(path)
 
 
 def _config_of_run(checkpoint: Path) -> str | None:
