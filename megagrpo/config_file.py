@@ -2,8 +2,8 @@
 
 OmegaConf does the merging and the type checks: a structured config refuses unknown keys and wrong
 types, and its dot-list is the override syntax that users of this field know. What it lacks is
-here: where an unknown key came from and the nearest known one. What values may be is in
-`config_checks.py`.
+here: where an unknown key came from, what verl or TRL mean by it (`config_aliases.py`), else the
+nearest known one. What values may be is in `config_checks.py`.
 """
 
 import difflib
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as omegaconf_errors
 
 from megagrpo.config import Config, RewardConfig, known_keys
+from megagrpo.config_aliases import explain
 from megagrpo.config_checks import check_choices, check_required, check_values
 
 TRAINING_NEEDS = ("model.path", "data.train")
@@ -74,10 +75,8 @@ def _merge(tree: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
         merged = OmegaConf.merge(tree, layer)
     except omegaconf_errors.ConfigKeyError as error:
         unknown = _first_unknown(OmegaConf.to_container(layer)) or str(error.full_key)
-        raise ValueError(
-            f"unknown key {unknown!r} in {origin}; the nearest known key is "
-            f"{_nearest_key(unknown)!r}"
-        ) from error
+        cure = explain(unknown) or f"the nearest known key is {_nearest_key(unknown)!r}"
+        raise ValueError(f"unknown key {unknown!r} in {origin}; {cure}") from error
     except (omegaconf_errors.OmegaConfBaseException, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         where = getattr(error, "full_key", None) or "a section"
