@@ -39,7 +39,11 @@ HOMES = {
         "megagrpo/cli.py",
         "megagrpo/rollout/vllm_engine.py",
     ),
-    "broad except": ("megagrpo/rewards/calls.py", "megagrpo/rewards/sandbox_child.py"),
+    "broad except": (
+        "megagrpo/rewards/calls.py",
+        "megagrpo/rewards/code_tests.py",  # what a test raises is its answer
+        "megagrpo/rewards/sandbox_child.py",  # and what the tested code raises is its own
+    ),
 }
 MAX_FUNCTION, MAX_FILE, MAX_POSITIONAL, MAX_LINE = 60, 300, 7, 100
 LONGER_FILES = {"megagrpo/config.py": 400}

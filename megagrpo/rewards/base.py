@@ -33,6 +33,7 @@ class BuiltIn:
     answers: bool = False  # needs column `answer` or verl's `reward_model`
     isolate: bool = False  # runs in a process of its own unless the config says otherwise
     forced: bool = False  # and the config may not say otherwise
+    alone: bool = False  # asked one completion at a time, each with a time limit of its own
     check: str = ""  # module:function that refuses kwargs, called with them by keyword
 
 
@@ -54,7 +55,11 @@ BUILT_IN = {
         f"{_SHAPING}:repetition_penalty", check=f"{_SHAPING}:check_repetition_penalty"
     ),
     "code_tests": BuiltIn(
-        f"{_CODE}:code_tests", isolate=True, forced=True, check=f"{_CODE}:check_code_tests"
+        f"{_CODE}:code_tests",
+        isolate=True,
+        forced=True,
+        alone=True,
+        check=f"{_CODE}:check_code_tests",
     ),
 }
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
@@ -95,6 +100,7 @@ class RewardSpec:
     workers: int = DEFAULT_WORKERS  # such processes
     concurrency: int = DEFAULT_CONCURRENCY  # groups that an async function has at once
     retries: int = 0  # more calls for a completion whose own call raised
+    alone: bool = False  # isolated, one completion at a time, `timeout_s` for each
 
 
 def reward_name(path: str) -> str:

@@ -22,6 +22,7 @@ from megagrpo.rewards.base import (
     load_reward,
     reward_name,
 )
+from megagrpo.rewards.code_tests import code_tests, warn_of_open_doors
 from megagrpo.rewards.model import DEFAULT_MAX_TOKENS, RewardModel
 from megagrpo.types import Sample
 
@@ -39,7 +40,9 @@ def make_spec(
     """
     if Path(config.path).is_dir():
         return _model_spec(config, device, release)
-    function = load_reward(config.path)
+    function, known = load_reward(config.path), BUILT_IN.get(config.path)
+    if function is code_tests:
+        warn_of_open_doors()
     isolate = _isolation(config, function)
     is_async = inspect.iscoroutinefunction(function)
     if config.concurrency is not None and (isolate or not is_async):
@@ -57,6 +60,7 @@ def make_spec(
         workers=config.workers or DEFAULT_WORKERS,
         concurrency=config.concurrency or DEFAULT_CONCURRENCY,
         retries=config.retries,
+        alone=known is not None and known.alone,
     )
 
 

@@ -95,16 +95,25 @@ def _ask_by_rule(call: Call, seat: "_Seat") -> None:
         call.complaint = complaint
         call.note([complaint] * call.size)
         return
+    if call.spec.alone:
+        for place in range(call.size):
+            call.begin()
+            _until_answered(call, seat, place, 1 + call.spec.retries)
+        return
     answered = _asked(call, seat, None, call.seconds_left)
     if answered is False:
         for place in range(call.size):
-            for _ in range(call.tries_alone):
-                if _asked(call, seat, place, call.seconds_left) is not False:
-                    break
+            _until_answered(call, seat, place, call.tries_alone)
     elif answered is None and call.size > 1:
         call.begin()
         for place in range(call.size):
             _asked(call, seat, place, call.seconds_left / (call.size - place))
+
+
+def _until_answered(call: Call, seat: "_Seat", place: int, tries: int) -> None:
+    for _ in range(tries):
+        if _asked(call, seat, place, call.seconds_left) is not False:
+            return
 
 
 def _asked(call: Call, seat: "_Seat", place: int | None, seconds: float) -> bool | None:
