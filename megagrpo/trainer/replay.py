@@ -93,10 +93,11 @@ class Replay:
     def _check(self, path: Path, sample: Sample, own: dict[int, tuple[int, ...]]) -> None:
         where = f"{path}: sample {sample.member} of group {sample.group}"
         prompt, ids = sample.prompt, sample.completion.ids
-        outside = [i for i in (*prompt.ids, *ids) if not 0 <= i < self.valid_vocab]
+        known = range(self.valid_vocab)
+        outside = [i for i in (*prompt.ids, *ids) if i not in known]
         if outside:
             raise ValueError(
-                f"{where} has token id {outside[0]}, the model {self.valid_vocab} ids; these "
+                f"{where} has token id {outside[0]!r}, the model {self.valid_vocab} ids; these "
                 "rollouts are of another model"
             )
         if own.get(prompt.index) != prompt.ids:
