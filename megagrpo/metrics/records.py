@@ -167,16 +167,18 @@ def _group_metrics(alive: Sequence[Sample]) -> Record:
     for sample in alive:
         if sample.reward is not None:
             groups.setdefault(sample.group, []).append(sample.reward)
-    flat, stds = [], []
+    flat, stds, errors = [], [], []
     for rewards in groups.values():
         largest = max(1.0, max(map(abs, rewards)))
         flat.append(max(rewards) - min(rewards) <= 1e-8 * largest)
         std = std_of(rewards)
         if std.count > 1:
             stds.append(0.0 if flat[-1] else math.sqrt(std.spread / (std.count - 1)))
+            errors.append(stds[-1] / math.sqrt(std.count))
     return {
         "reward/zero_variance_share": mean_of(flat),
         "reward/group_std_mean": mean_of(stds),
+        "advantage/baseline_noise": mean_of(errors),
     }
 
 
@@ -196,6 +198,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/errors": ("samples whose reward raised or gave no number", "-"),
     "reward/timeouts": ("samples whose reward took too long", "-"),
     "reward/workers_replaced": ("worker processes of rewards that hung or died", "-"),
+    "advantage/baseline_noise": ("sum of std / sqrt(n) of groups of n", "groups of at least 2"),
     "advantage/mean": ("sum of advantages", _RATED),
     "advantage/std": ("unbiased std of advantages", f"{_RATED} - 1"),
     "advantage/min": ("smallest advantage", "-"),
@@ -247,7 +250,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "sync/digest": ("integer sum over the source weights", "-"),
     "perf/tokens_per_second_per_gpu": ("prompt and response tokens per second", "ranks"),
     "perf/step_seconds": ("wall clock of the step", "-"),
-    "perf/mfu": ("model FLOPs per second over the hardware's peak", "ranks"),
+    "perf/mfu": ("model FLOPs per second of update, old and ref passes", "ranks x peak FLOP/s"),
     "timing_s/PHASE": ("seconds in a phase of the step, this rank", "-"),
     "memory/peak_allocated_gb": ("peak device memory, largest over ranks, GiB", "-"),
     "memory/rss_gb": ("resident memory of the process, largest over ranks, GiB", "-"),

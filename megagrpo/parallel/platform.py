@@ -73,6 +73,34 @@ def default_dtype() -> torch.dtype:
     return torch.bfloat16 if is_cuda() else torch.float32
 
 
+# Dense bfloat16 FLOP/s by the makers' data sheets, by a part of the device's name; the first match
+# counts. A device that is not here has no known peak.
+_PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H100": 989.4e12,
+    "H800 PCIe": 756e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops() -> float | None:
+    """Peak bfloat16 FLOP/s of this rank's GPU; None on a CPU and for an unknown device."""
+    return peak_flops_of(torch.cuda.get_device_name()) if is_cuda() else None
+
+
+def peak_flops_of(device_name: str) -> float | None:
+    """The same by name, e.g. "NVIDIA H100 80GB HBM3"."""
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)
+
+
 def rank_from_env() -> int:
     """Global rank that torchrun gave, 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))

@@ -40,6 +40,7 @@ from megagrpo.rollout.storage import Rollout, step_file
 from megagrpo.trainer.batch import Batch
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.trainer.update_metrics import UpdateMetrics
+from megagrpo.trainer.utilization import device_peak, step_flops, utilization
 
 GIB = 1 << 30
 
@@ -113,6 +114,7 @@ class StepReport:
         metrics = {**outcome.as_metrics(), **_batch_metrics(batch, rollout, fates)}
         metrics["actor/skipped_steps"] = float(progress.skipped_steps)
         metrics.update(self._over_ranks(sync, counts))
+        metrics.update(self._utilization(batch, seconds))
         apart = seconds.get("testing", 0.0) + seconds.get("save_checkpoint", 0.0)
         metrics.update(self._speed(rollout, elapsed - apart))
         metrics["timing_s/step"] = elapsed
@@ -161,6 +163,14 @@ class StepReport:
             "perf/step_seconds": elapsed,
             "perf/tokens_per_second_per_gpu": tokens / elapsed / world,
         }
+
+    def _utilization(self, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Model FLOPs of all ranks against this rank's clock; all ranks of the world join."""
+        config, layout = self._prepared.config, self._context.layout
+        flops = step_flops(batch, self._prepared.shape, config.algorithm.num_iterations)
+        share = torch.tensor(flops / layout.tp / layout.pp, dtype=torch.float64)
+        total = collectives.sum_over(self._context.cpu_group, {"flops": share})["flops"]
+        return utilization(float(total), seconds, layout.world, device_peak(config.model.dtype))
 
     def _over_ranks(self, sync: Mapping[str, float], counts: RewardCounts) -> dict[str, float]:
         """Sums and peaks of what each rank knows alone; all ranks of the world join."""
