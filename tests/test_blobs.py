@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.weights.arrays import ArrayReader
 from megagrpo.weights.blobs import BlobReader, frame
 
 REPO = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def test_reader_gives_what_torch_load_gives_whatever_came_before(tmp_path: Path)
     (tmp_path / "file").write_bytes(b"".join(parts))
     starts = [sum(map(len, parts[:i])) for i in range(len(parts))]
     assert sum(len(part) == longest for part in parts) > 2, "lengths must collide"
-    reader = BlobReader()
+    reader = BlobReader(ArrayReader())
     for at in [*range(len(parts)), *reversed(range(len(parts)))]:
         found = reader.read(tmp_path / "file", starts[at], len(parts[at]))
         assert found.dtype == tensors[at].dtype
@@ -55,7 +56,7 @@ def test_a_hostile_or_cut_blob_is_refused_also_after_good_ones(tmp_path: Path) -
     good = saved(torch.ones(8))
     bad = pickle.dumps(print).ljust(len(good), b"\0")
     (tmp_path / "file").write_bytes(good + good + bad + saved([1]) + good[: len(good) // 2])
-    reader, size = BlobReader(), len(good)
+    reader, size = BlobReader(ArrayReader()), len(good)
     for at in (0, size):
         assert reader.read(tmp_path / "file", at, size).equal(torch.ones(8))
     with pytest.raises(ValueError, match=f"file: blob at {2 * size} is refused"):

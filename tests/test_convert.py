@@ -24,7 +24,8 @@ from megagrpo.types import Layout
 from megagrpo.weights import torch_dist
 from megagrpo.weights.convert import hf_to_megatron, load_rank_, megatron_to_hf
 from megagrpo.weights.megatron_io import MegatronSource
-from megagrpo.weights.safetensors_io import HFSource, HFWriter
+from megagrpo.weights.moves import Job, Mover
+from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.table import local_shapes, padded_vocab
 from megagrpo.weights.verify import verify
 from tests.pool import run_ranks
@@ -256,7 +257,7 @@ def test_stored_chunks_hold_no_more_than_their_own_elements(plain: tuple[Path, P
     stored = torch_dist.StoredTensors(plain[1])
     data = sum(torch.Size(shape).numel() * 4 for shape in stored.shapes.values())
     files = sum(path.stat().st_size for path in plain[1].glob("*.distcp"))
-    chunks = sum(len(c) for rows in stored._chunks.values() for c in rows.values())
+    chunks = sum(stored.chunk_count(key) for key in stored.shapes)
     assert data < files < data + 2048 * (chunks + 4 * 4)
 
 
@@ -331,27 +332,27 @@ def test_an_export_killed_midway_leaves_nothing_under_the_final_name(
     plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CONV-42: killed after the first tensor; the next run succeeds. A failure cleans up."""
-    wanted, write = tmp_path / "back", HFWriter.write
+    wanted, run = tmp_path / "back", Mover.run
 
-    def die(self: HFWriter, name: str, tensor: torch.Tensor) -> None:
-        write(self, name, tensor)
+    def die(self: Mover, job: Job) -> None:
+        run(self, job)
         os._exit(9)
 
-    monkeypatch.setattr(HFWriter, "write", die)
+    monkeypatch.setattr(Mover, "run", die)
     child = multiprocessing.get_context("fork").Process(target=to_hf, args=(plain[1], wanted))
     child.start()
     child.join(timeout=60)
     assert child.exitcode == 9
     assert [path.name for path in tmp_path.iterdir()] == [".back.partial"]
 
-    def fail(self: HFWriter, name: str, tensor: torch.Tensor) -> None:
+    def fail(self: Mover, job: Job) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(HFWriter, "write", fail)
+    monkeypatch.setattr(Mover, "run", fail)
     with pytest.raises(OSError, match="disk full"):
         to_hf(plain[1], wanted)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(HFWriter, "write", write)
+    monkeypatch.setattr(Mover, "run", run)
     to_hf(plain[1], wanted)
     assert_equal_bits(weights(wanted), weights(plain[0]))
 

@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megagrpo.model.hf_config import read_shape
+from megagrpo.weights.arrays import ArrayWriter
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
-from megagrpo.weights.safetensors_io import SINGLE, HFSource, HFWriter
+from megagrpo.weights.safetensors_io import SINGLE, HFFolder, HFSource
 from megagrpo.weights.slices import row_blocks, volume, whole
 from megagrpo.weights.table import hf_manifest
 
@@ -78,14 +79,18 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     infos = hf_manifest(read_shape(folder), torch.bfloat16)
-    writer = HFWriter(folder, infos, shard_bytes=1 << 50)
+    files, writer = HFFolder(folder, infos, shard_bytes=1 << 50), ArrayWriter()
+    files.create()
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(BLOCK_BYTES // 2, generator=generator).bfloat16()
     for info in infos:
+        path, at = files.places[info.name]
         for box in row_blocks(info.shape, info.dtype.itemsize, BLOCK_BYTES):
-            rows = (box[0][1] - box[0][0], *info.shape[1:])
-            writer.write(info.name, noise[: volume(box)].view(rows))
+            rows = noise[: volume(box)].view(torch.uint8).numpy().data
+            writer.write(path, at, rows)
+            at += len(rows)
     writer.close()
+    files.close()
 
 
 def plain_copy(hf: Path, scratch: Path) -> None:

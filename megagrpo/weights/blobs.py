@@ -2,8 +2,8 @@
 
 A blob is an uncompressed zip: a pickle (dtype, shape), the numbers, a directory. Around the numbers
 of tensors of one shape and dtype it is all the same, so it is made once, and known again when read:
-then the numbers go straight from the file into the tensor. Every blob whose surroundings are not
-known byte for byte goes through torch.load(weights_only=True).
+then the numbers are an array in the file (`arrays.py`). Every blob whose surroundings are not known
+byte for byte goes through torch.load(weights_only=True) once.
 """
 
 import io
@@ -19,6 +19,9 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from megagrpo.weights.arrays import ArrayReader, StoredArray
+from megagrpo.weights.slices import whole
 
 # What torch.load raises over broken files: its unpickler trusts the order of instructions.
 BROKEN = (
@@ -62,6 +65,8 @@ def _numbers(blob: BinaryIO | io.RawIOBase) -> tuple[int, int, int]:
     data = [entry for entry in entries if "/data/" in entry.filename]
     if len(data) != 1 or not entries[0].filename.endswith("/data.pkl"):
         raise ValueError("not one tensor behind its pickle")
+    if data[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError("compressed")
     at = data[0].header_offset
     blob.seek(at)
     name, extra = struct.unpack_from("<HH", blob.read(LOCAL_HEADER) or b"", 26)
@@ -107,57 +112,70 @@ class _Known:
 
     head: bytes  # up to the numbers, its pickle included
     checksum: int  # where the CRC of the numbers stands, which may differ
-    shape: torch.Size
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class BlobReader:
-    """Reads blobs out of files; remembers what surrounded the numbers, by the blob's length."""
+    """Finds the numbers of blobs; remembers what surrounded them, by the blob's length."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+    def __init__(self, arrays: ArrayReader) -> None:
+        self._arrays = arrays
+        self._known: dict[int, list[_Known]] = {}
+
+    def find(self, path: Path, offset: int, length: int) -> StoredArray | torch.Tensor:
+        """Where the numbers lie; the tensor itself if they do not lie in row-major order.
+
+        Raises ValueError if the blob is refused, broken or no tensor.
+        """
+        descriptor = self._arrays.descriptor(path)
+        if os.fstat(descriptor).st_size < offset + length:
+            raise ValueError(f"{path} ends before its blob at {offset} does; it was cut off")
+        window = Window(descriptor, offset, length)
+        candidates = self._known.setdefault(length, [])
+        known = next((known for known in candidates if _same_head(known, window)), None)
+        if known is None:
+            tensor = _load(path, window, offset)
+            known = _surroundings(window, tensor)
+            if known is None:
+                return tensor
+            candidates.append(known)
+        return StoredArray(path, offset + len(known.head), known.shape, known.dtype)
 
     def read(self, path: Path, offset: int, length: int) -> torch.Tensor:
-        """The tensor on the CPU. Raises ValueError if it is refused, broken or no tensor."""
-        try:
-            opened = path.open("rb", buffering=0)
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing") from None
-        with opened as file:
-            if os.fstat(file.fileno()).st_size < offset + length:
-                raise ValueError(f"{path} ends before its blob at {offset} does; it was cut off")
-            window = Window(file.fileno(), offset, length)
-            known = self._known.get(length)
-            if known is not None and _same_head(known, window):
-                tensor = torch.empty(known.shape, dtype=known.dtype)
-                rest = tensor.reshape(-1).view(torch.uint8).numpy().data
-                while rest and (count := window.readinto(rest)):
-                    rest = rest[count:]
-                if not rest:
-                    return tensor
-            return self._load(path, window, offset, length)
+        """The tensor on the CPU."""
+        found = self.find(path, offset, length)
+        if isinstance(found, torch.Tensor):
+            return found
+        return self._arrays.read(found, whole(found.shape), f"{path}: blob at {offset}")
 
-    def _load(self, path: Path, window: Window, offset: int, length: int) -> torch.Tensor:
-        window.seek(0)
-        try:
-            tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location="cpu")
-        except BROKEN as error:
-            reason = first_line(error)
-            raise ValueError(f"{path}: blob at {offset} is refused: {reason}") from None
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path}: blob at {offset} is no tensor")
-        try:
-            entry, start, size = _numbers(window)
-        except (ValueError, zipfile.BadZipFile, NotImplementedError):
-            return tensor  # a format that torch.load knows and zipfile does not
-        if tensor.is_contiguous() and size == tensor.nbytes and tensor.nbytes:
-            window.seek(0)
-            head = window.read(start) or b""
-            known = _Known(head, entry + CHECKSUM, tensor.shape, tensor.dtype)
-            self._known[length] = known
-        return tensor
+
+def _load(path: Path, window: Window, offset: int) -> torch.Tensor:
+    window.seek(0)
+    try:
+        tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location="cpu")
+    except BROKEN as error:
+        reason = first_line(error)
+        raise ValueError(f"{path}: blob at {offset} is refused: {reason}") from None
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{path}: blob at {offset} is no tensor")
+    return tensor
+
+
+def _surroundings(window: Window, tensor: torch.Tensor) -> _Known | None:
+    """What stands before the numbers, if they are all there as they are in memory."""
+    try:
+        entry, start, size = _numbers(window)
+    except (ValueError, zipfile.BadZipFile, NotImplementedError):
+        return None  # a format that torch.load knows and zipfile does not
+    if not tensor.is_contiguous() or size != tensor.nbytes or not size:
+        return None
+    window.seek(0)
+    head = window.read(start) or b""
+    return _Known(head, entry + CHECKSUM, tuple(tensor.shape), tensor.dtype)
 
 
 def _same_head(known: _Known, window: Window) -> bool:
+    window.seek(0)
     head, at = window.read(len(known.head)) or b"", known.checksum
     return head[:at] == known.head[:at] and head[at + 4 :] == known.head[at + 4 :]

@@ -1,17 +1,17 @@
-"""Converts checkpoint folders and fills the parameters of one rank, one tensor at a time.
+"""Converts checkpoint folders and fills the parameters of one rank.
 
 Everything walks the slices of `table.py`; nothing needs a process group, a model or megatron.
-`hf_to_megatron` and `megatron_to_hf` work on folders, `load_rank_` and `load_local_` on parameters.
-Left out: reading configs (the caller passes a `ModelShape`), comparing (`verify.py`), optimizer
-state.
+`hf_to_megatron` and `megatron_to_hf` work on folders: what goes where is planned from headers, then
+`workers.py` moves the numbers. `load_rank_` and `load_local_` work on parameters. Left out: reading
+configs (the caller passes a `ModelShape`), comparing (`verify.py`), optimizer state.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from megagrpo.types import Box, Coordinates, Layout, ModelShape, TensorInfo, TensorSource
+from megagrpo.types import Coordinates, Layout, ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_layout, check_names, check_shapes, valid_boxes
 from megagrpo.weights.experts import open_hf
 from megagrpo.weights.folders import copy_side_files, staged
@@ -26,38 +26,34 @@ from megagrpo.weights.fused import (
     stored_boxes,
     stored_key,
 )
-from megagrpo.weights.legacy import HF_DTYPES
-from megagrpo.weights.legacy_write import write_legacy
+from megagrpo.weights.legacy_file import HF_DTYPES
+from megagrpo.weights.legacy_write import LegacyWriter, with_virtual_stages
 from megagrpo.weights.megatron_io import MegatronSource
-from megagrpo.weights.rows import EMBEDDING, HEAD, Row
-from megagrpo.weights.safetensors_io import HFWriter
+from megagrpo.weights.moves import Job, Place, collector_paused
+from megagrpo.weights.rows import EMBEDDING, HEAD
+from megagrpo.weights.safetensors_io import HFFolder
 from megagrpo.weights.slices import (
     Part,
     Slice,
     by_megatron,
-    cast,
-    extent,
     from_hf,
-    gather,
     index,
     uncovered,
     volume,
     whole,
 )
-from megagrpo.weights.summary import Summary, count_nans, size_of, summarize
+from megagrpo.weights.summary import Summary, summarize
 from megagrpo.weights.table import PAD_MULTIPLE, expand, fused_shape, local_shapes
-from megagrpo.weights.torch_dist import TorchDistWriter
+from megagrpo.weights.torch_dist_write import TorchDistWriter
 from megagrpo.weights.verify import check_source
-
-BLOCK_BYTES = 1 << 20  # rows written at a time: small enough to stay in the processor's cache
-Progress = Callable[[int, int], object]
-"""progress(bytes done, bytes in all) is called after every piece that was written."""
+from megagrpo.weights.workers import Progress, run_jobs
 
 
 def unseen(done: int, total: int) -> None:
     """A Progress that nobody looks at."""
 
 
+@collector_paused()
 def hf_to_megatron(
     hf: Path,
     out: Path,
@@ -67,9 +63,13 @@ def hf_to_megatron(
     *,
     profile: str = "te",
     legacy: Layout | None = None,
+    vpp: int = 1,
+    ep: int = 1,
+    workers: int = 1,
 ) -> Summary:
-    """Write `out`, a torch_dist checkpoint (per-rank files for the layout `legacy`), from the
-    HuggingFace folder `hf`; side files go to out/hf.
+    """Write `out`, a torch_dist checkpoint (per-rank files for the layout `legacy`, each of `vpp`
+    virtual stages, experts over `ep` ranks), from the HuggingFace folder `hf`; side files go to
+    out/hf.
 
     `profile` names parameters as the layers that will load them: of Transformer Engine ("te",
     "te_grouped") or of megatron-core ("local"); in torch_dist it matters to models with experts.
@@ -78,35 +78,39 @@ def hf_to_megatron(
     anything is written if the source does not fit `shape`.
     """
     source = open_hf(hf, shape)
-    if legacy is not None:
-        check_layout(shape, legacy, profile)
+    stages = None if legacy is None else with_virtual_stages(shape, legacy, vpp, ep)
+    if stages is not None:
+        check_layout(shape, stages, profile)
     check_layout(shape, FUSED[0], "te", multiple=1)
     infos = {info.name: info for info in check_source(source, shape)}
     parts = by_megatron(fused_slices(shape))
     wanted = {name: dtype or info.dtype for name, info in infos.items()}
     dtypes, noted = _stored_dtypes(shape, parts, wanted)
-    done, nans, total = 0, 0, sum(size_of(i, wanted[i.name]) for i in infos.values())
     with staged(out, hf) as folder:
-        if legacy is None:
-            written = _write_torch_dist(folder, source, shape, dtypes, noted, profile)
+        if stages is None:
+            writer = TorchDistWriter(folder)
+            places = _torch_dist_places(writer, shape, dtypes, profile)
         else:
-            written = write_legacy(
-                folder,
-                source,
-                shape,
-                legacy,
-                profile=profile,
-                dtypes=dtypes,
-                extra={HF_DTYPES: noted},
-            )
-        for piece in written:
-            done, nans = done + piece.nbytes, nans + count_nans(piece)
-            progress(done, max(done, total))
+            ranks = LegacyWriter(folder, shape, stages, profile, dtypes, vpp=vpp, ep=ep)
+            ranks.create({HF_DTYPES: noted})
+            places = ranks.places
+        jobs = [
+            Job(name, fused_shape(shape, row), dtypes[key], from_hf(parts[name]), places[name])
+            for name, row in fused_rows(shape)
+            for key, _ in (stored_key(name, shape),)
+        ]
+        nans = run_jobs(jobs, source, workers, progress)
         files = copy_side_files(hf, folder / "hf", dtype)
+        if stages is None:
+            content = {"singleton_local_shards": False}
+            writer.close({HF_DTYPES: dict(noted), "content_metadata": content})
+        else:
+            ranks.close()
     left_out = {info.name for info in source.tensors()} - set(infos)
     return summarize(list(infos.values()), dtype, left_out, files, nans)
 
 
+@collector_paused()
 def megatron_to_hf(
     megatron: Path,
     out: Path,
@@ -115,6 +119,8 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress = unseen,
+    *,
+    workers: int = 1,
 ) -> Summary:
     """Write `out`, a HuggingFace folder, from the torch_dist checkpoint `megatron`; side files come
     from the folder `template`, which needs no weights; it may be a config file alone.
@@ -125,56 +131,38 @@ def megatron_to_hf(
     source = MegatronSource(megatron, shape)
     infos = check_source(source, shape)
     planned = [TensorInfo(info.name, info.shape, dtype or info.dtype) for info in infos]
-    done, nans, total = 0, 0, sum(size_of(info, info.dtype) for info in planned)
     with staged(out, megatron, template) as folder:
-        writer = HFWriter(folder, planned, shard_bytes)
+        writer = HFFolder(folder, planned, shard_bytes)
+        writer.create()
+        jobs = []
         for info in planned:
-            for block in source.row_blocks(info.name, BLOCK_BYTES):
-                rows = cast(source.read(info.name, block), info.dtype, info.name)
-                writer.write(info.name, rows)
-                done, nans = done + rows.nbytes, nans + count_nans(rows)
-                progress(done, total)
-        writer.close()
+            full = whole(info.shape)
+            place = Place(full, *writer.places[info.name])
+            part = Part(full, info.name, full)
+            jobs.append(Job(info.name, info.shape, info.dtype, [part], [place]))
+        nans = run_jobs(jobs, source, workers, progress)
         files = copy_side_files(template, folder, dtype)
+        writer.close()
     left_out = {info.name for info in source.tensors()} - {info.name for info in infos}
     return summarize(infos, dtype, left_out, files, nans)
 
 
-def _write_torch_dist(
-    folder: Path,
-    source: TensorSource,
-    shape: ModelShape,
-    dtypes: Mapping[str, torch.dtype],
-    noted: Mapping[str, torch.dtype],
-    profile: str,
-) -> Iterator[torch.Tensor]:
-    """Write the checkpoint, yielding every piece that was written."""
-    parts = by_megatron(fused_slices(shape))
-    writer, local = TorchDistWriter(folder), local_keys(shape)
+def _torch_dist_places(
+    writer: TorchDistWriter, shape: ModelShape, dtypes: Mapping[str, torch.dtype], profile: str
+) -> dict[str, list[Place]]:
+    """The stored pieces of every fused tensor."""
+    local, places = local_keys(shape), {}
     for name, row in fused_rows(shape):
         key, place = stored_key(name, shape)
         full = stacked_shape(shape, key, fused_shape(shape, row))
         kept = local.get(key, key) if profile == "local" else key
-        for box, tensor in _pieces(row, shape, from_hf(parts[name]), source, dtypes[key]):
-            stacked = stacked_box(place, box)
-            writer.write(kept, full, stacked, tensor.view(extent(stacked)))
-            yield tensor
+        places[name] = [
+            Place(box, *writer.place(kept, full, stacked_box(place, box), dtypes[key]))
+            for box in stored_boxes(shape, row)
+        ]
     for module, counts in empty_states(shape):
         writer.write_empty_states(module, counts)
-    writer.close({HF_DTYPES: dict(noted), "content_metadata": {"singleton_local_shards": False}})
-
-
-def _pieces(
-    row: Row, shape: ModelShape, parts: Sequence[Part], source: TensorSource, dtype: torch.dtype
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The fused tensor as it is stored. Columns are cut from the whole tensor, since a file that is
-    stored by rows is read in full for every stretch of columns."""
-    if row.kind == "row":
-        tensor = gather(whole(fused_shape(shape, row)), parts, source.read, dtype)
-        yield from ((box, tensor[index(box)]) for box in stored_boxes(shape, row))
-        return
-    for box in stored_boxes(shape, row):
-        yield box, gather(box, parts, source.read, dtype)
+    return places
 
 
 def _stored_dtypes(

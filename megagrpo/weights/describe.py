@@ -14,7 +14,7 @@ import torch
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights.accounting import valid_boxes
 from megagrpo.weights.fused import fused_rows, stacked_shape, stored_boxes, stored_key
-from megagrpo.weights.legacy import FILE, is_legacy, rank_files, rank_folder
+from megagrpo.weights.legacy_file import FILE, is_legacy, rank_files, rank_folder, sizes
 from megagrpo.weights.rows import rows
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import volume, whole
@@ -22,7 +22,7 @@ from megagrpo.weights.table import PAD_MULTIPLE, fused_shape, local_shapes
 from megagrpo.weights.torch_dist import StoredTensors
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-RANK = re.compile(r"mp_rank_\d+(_\d+)?")
+RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,17 @@ def inspect(folder: Path, every_key: bool = False) -> list[str]:
         return _report("Megatron-Core torch_dist checkpoint", folder, entries, files, every_key)
     if is_legacy(folder):
         ranks = rank_files(folder)
-        tp, pp = (1 + max(place[axis] for place in ranks) for axis in (0, 1))
+        tp, pp, ep = sizes(ranks)
+        names = {rank: rank_folder(rank, pp, ep) for rank in ranks}
         entries = [
-            Entry(f"{rank_folder(*place, pp)}: {name}", shape, file.dtypes[name])
-            for place, file in ranks.items()
-            for name, shape in file.shapes.items()
+            Entry(f"{names[rank]}: {name}", array.shape, array.dtype)
+            for rank, file in ranks.items()
+            for name, array in file.tensors()
         ]
         kind = f"Megatron-LM per-rank checkpoint, tp {tp} pp {pp}"
-        files = [f"{rank_folder(*place, pp)}/{FILE}" for place in ranks]
+        vpp = max(len(file.models) for file in ranks.values())
+        kind += f" vpp {vpp}" * (vpp > 1) + f" ep {ep}" * (ep > 1)
+        files = [f"{name}/{FILE}" for name in names.values()]
         return _report(kind, folder, entries, files, every_key)
     if not any(folder.glob("*.safetensors*")):
         raise ValueError(

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.types import Box, ModelShape, TensorInfo, TensorSource
+from megagrpo.types import Box, ModelShape, TensorInfo
+from megagrpo.weights.moves import FillSource
 from megagrpo.weights.rows import MOE_NAMES
 from megagrpo.weights.safetensors_io import HFSource
+from megagrpo.weights.table import expert_ffn
 
 FUSED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(\.weight)?")
 ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate\..*)")
 
 
-def open_hf(folder: Path, shape: ModelShape) -> TensorSource:
+def open_hf(folder: Path, shape: ModelShape) -> FillSource:
     """The folder's tensors under the names of the table."""
     source = HFSource(folder)
     return source if shape.experts is None else SplitExperts(source, shape)
@@ -30,11 +32,11 @@ class SplitExperts:
     Raises ValueError if a fused tensor has another shape than the config's.
     """
 
-    def __init__(self, source: TensorSource, shape: ModelShape) -> None:
+    def __init__(self, source: FillSource, shape: ModelShape) -> None:
         assert shape.experts is not None, "a model without experts has nothing to split"
         self._source = source
         block, gate, up, down = MOE_NAMES[shape.family]
-        count, ffn, hidden = shape.experts.count, shape.ffn_hidden_size, shape.hidden_size
+        count, ffn, hidden = shape.experts.count, expert_ffn(shape), shape.hidden_size
         self._infos: list[TensorInfo] = []
         self._places: dict[str, tuple[str, tuple[int, ...]]] = {}  # name: (stored, corner)
         for info in source.tensors():
@@ -61,16 +63,25 @@ class SplitExperts:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """That region, contiguous, on CPU, in the stored dtype."""
+        stored, inside = self._find(name, box)
+        region = self._source.read(stored, inside)
+        return region[0] if len(inside) > len(box) else region
+
+    def fill_(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """Copy that region into `out`, cast to its dtype."""
+        stored, inside = self._find(name, box)
+        self._source.fill_(out[None] if len(inside) > len(box) else out, stored, inside)
+
+    def _find(self, name: str, box: Box) -> tuple[str, Box]:
+        """(stored tensor, box of it)."""
         if name not in self._places:
             raise KeyError(f"the source has no tensor {name}")
         stored, place = self._places[name]
         if not place:
-            return self._source.read(stored, box)
+            return stored, box
         expert, row = place
         (start, stop), columns = box
-        return self._source.read(
-            stored, ((expert, expert + 1), (row + start, row + stop), columns)
-        )[0]
+        return stored, ((expert, expert + 1), (row + start, row + stop), columns)
 
     def _add(self, info: TensorInfo, stored: str, place: tuple[int, ...]) -> None:
         if info.name in self._places:

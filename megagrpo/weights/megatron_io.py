@@ -3,17 +3,17 @@
 A checkpoint holds the fused Megatron tensors of `table.py`; layers are stacked on a leading axis:
 "decoder.layers.mlp.linear_fc2.weight" is [layers, hidden, ffn]. It has no layout: what was saved at
 any TP and PP reads the same. The file format is in `torch_dist.py`; per-rank files of `legacy.py`
-read the same way. Left out: per-layer ("non homogeneous") keys.
+read the same way.
 """
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from megagrpo.types import Box, ModelShape, TensorInfo
 from megagrpo.weights.accounting import EXTRA_STATE, check_names
+from megagrpo.weights.arrays import inside_of
 from megagrpo.weights.blobs import BROKEN, first_line
 from megagrpo.weights.fused import (
     fused_rows,
@@ -23,9 +23,10 @@ from megagrpo.weights.fused import (
     stacked_shape,
     stored_key,
 )
-from megagrpo.weights.legacy import LegacyTensors, is_legacy, noted_dtypes
+from megagrpo.weights.legacy import LegacyTensors
+from megagrpo.weights.legacy_file import is_legacy, noted_dtypes
 from megagrpo.weights.rows import HEAD, HEAD_ROW, HF_HEAD
-from megagrpo.weights.slices import Slice, from_megatron, gather, row_blocks, volume, whole
+from megagrpo.weights.slices import Slice, extent, from_megatron, intersect, translate, whole
 from megagrpo.weights.table import fused_shape, hf_manifest
 from megagrpo.weights.torch_dist import StoredTensors
 
@@ -33,9 +34,6 @@ from megagrpo.weights.torch_dist import StoredTensors
 def open_stored(folder: Path, shape: ModelShape) -> StoredTensors | LegacyTensors:
     """The whole fused tensors of a checkpoint of either format."""
     return LegacyTensors(folder, shape) if is_legacy(folder) else StoredTensors(folder)
-
-
-SMALL_BYTES = 1 << 17  # below it, putting pieces together costs less than writing them singly
 
 
 class MegatronSource:
@@ -49,6 +47,7 @@ class MegatronSource:
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
         self.stored = open_stored(Path(folder), shape)
         self._shape, self._local = shape, local_keys(shape)
+        self._keys: dict[str, tuple[str, tuple[int, ...]]] = {}
         fused = fused_rows(shape)
         slices = fused_slices(shape)
         manifest = hf_manifest(shape, shape.dtype)
@@ -63,9 +62,10 @@ class MegatronSource:
         for name, row in fused:
             stacked = stacked_shape(shape, wanted[name], fused_shape(shape, row))
             self._check_shape(name, stacked, row.kind == "vocab")
-        self._slices: dict[str, list[Slice]] = {}
+        by_hf: dict[str, list[Slice]] = {}
         for piece in slices:
-            self._slices.setdefault(piece.hf, []).append(piece)
+            by_hf.setdefault(piece.hf, []).append(piece)
+        self._parts = {name: from_megatron(pieces) for name, pieces in by_hf.items()}
         narrow = (
             self.stored.noted
             if isinstance(self.stored, LegacyTensors)
@@ -86,44 +86,44 @@ class MegatronSource:
         """That region of a HuggingFace tensor, contiguous, on CPU."""
         if name not in self._infos:
             raise KeyError(f"the checkpoint has no tensor {name}")
-        parts = from_megatron(self._slices[name])
-        return gather(box, parts, self.read_fused, self._infos[name].dtype)
+        result = torch.empty(extent(box), dtype=self._infos[name].dtype)
+        self.fill_(result, name, box)
+        return result
 
-    def row_blocks(self, name: str, nbytes: int) -> Iterator[Box]:
-        """The tensor in stretches of full rows of at most about `nbytes`, each out of one stored
-        piece where that is not too small: such a stretch is read without being copied."""
-        info = self._infos[name]
-        row = volume(whole(info.shape[1:])) * info.dtype.itemsize
-        cuts = {info.shape[0]}
-        for part in from_megatron(self._slices[name]):
-            (start, stop), (first, last) = part.at[0], part.box[0]
-            key, place = stored_key(part.name, self._shape)
-            inside = self.stored.row_cuts(self.kept(key), place)
-            cuts |= {start, stop} | {start + at - first for at in inside if first < at < last}
-        begin = 0
-        for cut in sorted(cuts):
-            if (cut - begin) * row >= SMALL_BYTES or cut == info.shape[0]:
-                for box in row_blocks((cut - begin, *info.shape[1:]), info.dtype.itemsize, nbytes):
-                    yield ((begin + box[0][0], begin + box[0][1]), *box[1:])
-                begin = cut
+    def fill_(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """Copy that region of a HuggingFace tensor into `out`, cast to its dtype."""
+        for part in self._parts[name]:
+            common = intersect(box, part.at)
+            if common is not None:
+                source = translate(common, part.at, part.box)
+                self._fill_fused_(inside_of(out, box, common), part.name, source)
 
     def read_fused(self, name: str, box: Box) -> torch.Tensor:
         """That region of a fused Megatron tensor, in the stored dtype."""
-        key, place = stored_key(name, self._shape)
-        region = self.stored.read(self.kept(key), stacked_box(place, box))
-        return region[(0,) * len(place)]
+        result = torch.empty(extent(box), dtype=self.stored.dtypes[self._key(name)[0]])
+        self._fill_fused_(result, name, box)
+        return result
+
+    def _fill_fused_(self, out: torch.Tensor, name: str, box: Box) -> None:
+        key, place = self._key(name)
+        self.stored.fill_(out[(None,) * len(place)], key, stacked_box(place, box))
+
+    def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """(key of this checkpoint, place in it) of a fused tensor."""
+        if name not in self._keys:
+            key, place = stored_key(name, self._shape)
+            self._keys[name] = self.kept(key), place
+        return self._keys[name]
 
     def kept(self, key: str) -> str:
         """The name under which this checkpoint keeps a stored key."""
         return key if key in self.stored.shapes else self._local.get(key, key)
 
     def _stored_dtype(self, hf: str) -> torch.dtype:
-        return self.stored.dtypes[
-            self.kept(stored_key(self._slices[hf][0].megatron, self._shape)[0])
-        ]
+        return self.stored.dtypes[self._key(self._parts[hf][0].name)[0]]
 
     def _check_shape(self, name: str, expected: tuple[int, ...], vocab: bool) -> None:
-        key = self.kept(stored_key(name, self._shape)[0])
+        key = self._key(name)[0]
         found = self.stored.shapes[key]
         more = vocab and found[0] > expected[0] and found[1:] == expected[1:]
         fits = found == expected or more

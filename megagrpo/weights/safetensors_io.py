@@ -1,23 +1,24 @@
-"""HuggingFace safetensors folders: read box by box, written as a stream.
+"""HuggingFace safetensors folders: read box by box, written to places known beforehand.
 
-Headers are read and checked by the `safetensors` library. Full rows are read straight into their
-tensor, any other region through one short-lived map, so that no pages of the file stay in memory.
-Writing is done here, because the library wants all tensors of a
-file at once: the header is known from names, shapes and dtypes, the data follows tensor by tensor.
+Headers are read and checked by the `safetensors` library; then tensors are arrays in files
+(`arrays.py`). Writing is done here, because the library wants all tensors of a file at once: the
+header is known from names, shapes and dtypes, the numbers may come in any order.
 Left out: the older `pytorch_model.bin` files, and any dtype that carries scales.
 """
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megagrpo.types import Box, TensorInfo
-from megagrpo.weights.slices import extent, index, whole
+from megagrpo.weights.arrays import ArrayReader, ArrayWriter, StoredArray
+from megagrpo.weights.slices import extent
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,7 +42,8 @@ class HFSource:
         self._folder = Path(folder)
         self._infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
-        self._offsets: dict[str, int] = {}  # bytes from the start of the file
+        self._stored: dict[str, StoredArray] = {}
+        self._arrays = ArrayReader()
         index_path = self._folder / INDEX
         if index_path.is_file():
             self._open_indexed(index_path)
@@ -56,17 +58,18 @@ class HFSource:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """That region, contiguous and owning its memory, on CPU, in the stored dtype."""
-        if name not in self._files:
+        result = torch.empty(extent(box), dtype=self._array(name).dtype)
+        self.fill_(result, name, box)
+        return result
+
+    def fill_(self, out: torch.Tensor, name: str, box: Box) -> None:
+        """Copy that region into `out`, cast to its dtype."""
+        self._arrays.fill_(out, self._array(name), box, name)
+
+    def _array(self, name: str) -> StoredArray:
+        if name not in self._stored:
             raise KeyError(f"{self._folder} has no tensor {name}")
-        info = self._infos[name]
-        if box[1:] == whole(info.shape[1:]):  # full rows follow one another in the file
-            result = torch.empty(extent(box), dtype=info.dtype)
-            row = _bytes(info) // max(1, info.shape[0])
-            read_into(result, self._files[name], self._offsets[name] + box[0][0] * row)
-            return result
-        with safe_open(self._files[name], framework="pt") as file:
-            region = file.get_slice(name)[index(box)]
-            return region.clone(memory_format=torch.contiguous_format)
+        return self._stored[name]
 
     def _open_indexed(self, path: Path) -> None:
         try:
@@ -104,7 +107,9 @@ class HFSource:
                         raise ValueError(f"{name} is in {path} and in {self._files[name]}")
                     self._infos[name] = TensorInfo(name, tuple(entry.get_shape()), DTYPES[code])
                     self._files[name] = path
-            self._offsets |= _data_offsets(path)
+            for name, offset in _data_offsets(path).items():
+                info = self._infos[name]
+                self._stored[name] = StoredArray(path, offset, info.shape, info.dtype)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
@@ -132,94 +137,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_into(tensor: torch.Tensor, path: Path, offset: int) -> None:
-    """Fill a contiguous tensor from the file; ValueError if the file has become shorter."""
-    rest = tensor.reshape(-1).view(torch.uint8).numpy().data
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while rest:
-            count = file.readinto(rest)
-            if not count:
-                raise ValueError(f"{path} ended while it was read")
-            rest = rest[count:]
-
-
-class HFWriter:
-    """Writes tensors in the order of `infos` into shards of at most `shard_bytes`.
-
-    `write` the rows of every info from first to last, at once or in stretches, then `close`, which
-    writes the index last (none for a single shard).
-    A tensor larger than `shard_bytes` gets a shard of its own.
-    """
-
-    def __init__(
-        self, folder: str | Path, infos: Sequence[TensorInfo], shard_bytes: int = 5 << 30
-    ) -> None:
-        self._folder = Path(folder)
-        self._shards = _plan_shards(infos, shard_bytes)
-        self._order = [(shard, info) for shard, part in enumerate(self._shards) for info in part]
-        self._next = 0  # position in the order
-        self._rows = 0  # of that tensor, written
-        self._file: IO[bytes] | None = None
-
-    def write(self, name: str, rows: torch.Tensor) -> None:
-        """Append the next rows of the next tensor; name, dtype and width must be the planned
-        ones."""
-        shard, info = self._order[self._next]
-        got = TensorInfo(name, (info.shape[0], *rows.shape[1:]), rows.dtype)
-        assert got == info, f"writer got {got}, expects {info}"
-        if info is self._shards[shard][0] and self._rows == 0:
-            self._start(shard)
-        assert self._file is not None, "a shard starts with its first tensor"
-        self._file.write(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._rows += len(rows)
-        assert self._rows <= info.shape[0], f"{self._rows} rows for {info}"
-        if self._rows == info.shape[0]:
-            self._next, self._rows = self._next + 1, 0
-
-    def close(self) -> None:
-        """Finish the last shard and write the index."""
-        assert self._next == len(self._order), f"{self._next} of {len(self._order)} tensors written"
-        self._finish()
-        if len(self._shards) > 1:
-            content = {
-                "metadata": {"total_size": sum(_bytes(info) for _, info in self._order)},
-                "weight_map": {info.name: self._name(shard) for shard, info in self._order},
-            }
-            (self._folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True))
-
-    def _name(self, shard: int) -> str:
-        if len(self._shards) == 1:
-            return SINGLE
-        return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
-
-    def _start(self, shard: int) -> None:
-        self._finish()
-        self._file = (self._folder / self._name(shard)).open("wb")
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for info in self._shards[shard]:
-            header[info.name] = {
-                "dtype": CODES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [offset, offset + _bytes(info)],
-            }
-            offset += _bytes(info)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
-        self._file.write(struct.pack("<Q", len(text)) + text)
-
-    def _finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _bytes(info: TensorInfo) -> int:
-    return torch.Size(info.shape).numel() * info.dtype.itemsize
-
-
-def _plan_shards(infos: Sequence[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
+def plan_shards(infos: Sequence[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
+    """The tensors in order, in shards of at most `shard_bytes`; a larger tensor is a shard."""
     shards: list[list[TensorInfo]] = []
     filled = 0
     for info in infos:
@@ -229,3 +148,68 @@ def _plan_shards(infos: Sequence[TensorInfo], shard_bytes: int) -> list[list[Ten
         shards[-1].append(info)
         filled += _bytes(info)
     return shards
+
+
+class HFFolder:
+    """The .safetensors files of a folder: `create` them with headers, write the numbers at
+    `places`, then `close`, which writes the index (none for a single file)."""
+
+    def __init__(
+        self, folder: str | Path, infos: Sequence[TensorInfo], shard_bytes: int = 5 << 30
+    ) -> None:
+        self._folder = Path(folder)
+        self._infos = list(infos)
+        self._shards = plan_shards(infos, shard_bytes)
+        self.places: dict[str, tuple[Path, int]] = {}  # (file, byte) of each tensor's first number
+
+    def create(self) -> None:
+        """Write the headers; the files have their final size from the start."""
+        writer = ArrayWriter()
+        for number, shard in enumerate(self._shards):
+            path, header = self._path(number), _header(shard)
+            writer.write(path, 0, header)
+            end = len(header)
+            for info in shard:
+                self.places[info.name] = (path, end)
+                end += _bytes(info)
+            os.truncate(path, end)
+        writer.close()
+
+    def close(self) -> None:
+        """Write the index, after reading back that the files hold what was planned."""
+        held = {self._path(n).name: [i.name for i in s] for n, s in enumerate(self._shards)}
+        weight_map = {name: file for file, names in held.items() for name in names}
+        if len(self._shards) > 1:
+            content = {
+                "metadata": {"total_size": sum(map(_bytes, self._infos))},
+                "weight_map": weight_map,
+            }
+            (self._folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True))
+        found = HFSource(self._folder).tensors()
+        wanted = sorted(self._infos, key=lambda info: info.name)
+        assert found == wanted, f"headers hold {len(found)} tensors, planned were {len(wanted)}"
+
+    def _path(self, shard: int) -> Path:
+        if len(self._shards) == 1:
+            return self._folder / SINGLE
+        name = f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+        return self._folder / name
+
+
+def _header(infos: Sequence[TensorInfo]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in infos:
+        header[info.name] = {
+            "dtype": CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + _bytes(info)],
+        }
+        offset += _bytes(info)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(info: TensorInfo) -> int:
+    return torch.Size(info.shape).numel() * info.dtype.itemsize
