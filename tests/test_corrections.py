@@ -263,6 +263,47 @@ def test_masked_shares_count_tokens_and_sequences():
     assert metrics["rollout_corr/weight_max"] == 1.0
 
 
+def test_masked_shares_are_split_by_the_sign_of_the_advantage():
+    """OFF-8: of the 4 + 1 tokens of A > 0 one is masked, of the 2 of A < 0 both; the sequence with
+    A = 0 is on neither side; parts of a step add up."""
+    diffs, settings = [0.0] * 10, CorrectionSettings("token_mask", None, 1.05)
+    for token in (0, 4, 5, 7):
+        diffs[token] = 1.0
+    advantages = torch.tensor([1.0, -2.0, 0.0, 0.5])
+
+    def weigh(rows):
+        part = torch.tensor(diffs, dtype=torch.float64)[rows]
+        return correction_weights(
+            old_logprobs=part,
+            rollout_logprobs=torch.zeros_like(part),
+            mask=torch.ones(len(part)),
+            sequence=SEQUENCE[rows],
+            num_sequences=4,
+            settings=settings,
+            advantages=advantages,
+        ).stats
+
+    whole = correction_metrics(weigh(slice(None)))
+    assert whole["rollout_corr/masked_share_positive"] == pytest.approx(1 / 5)
+    assert whole["rollout_corr/masked_share_negative"] == 1.0
+    assert whole["rollout_corr/masked_share"] == pytest.approx(4 / 10)
+    parts = _added([weigh(slice(0, 4)), weigh(slice(4, 10)), weigh(slice(0, 0))])
+    assert correction_metrics(parts) == pytest.approx(whole, abs=1e-15)
+    assert "rollout_corr/masked_share_positive" not in correction_metrics(
+        _weigh(diffs, settings, sequence=SEQUENCE).stats
+    )
+    with pytest.raises(ValueError, match=r"advantages has shape \(10,\), expected \(4,\)"):
+        correction_weights(
+            old_logprobs=torch.zeros(10),
+            rollout_logprobs=torch.zeros(10),
+            mask=torch.ones(10),
+            sequence=SEQUENCE,
+            num_sequences=4,
+            settings=settings,
+            advantages=torch.ones(10),
+        )
+
+
 def test_one_masked_token_that_silences_vespo_is_reported():
     """OFF-11: every sequence of F1 is cut."""
     correction = _f1(CorrectionSettings("token_mask", None, 1.05))
@@ -301,6 +342,21 @@ def test_off_policy_mask_reads_neither_masked_tokens_nor_empty_sequences():
         threshold=0.1,
     )
     assert keep.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_token_that_the_engine_could_not_score_drops_no_sequence(bad):
+    """OFF-5 in the off-policy mask: the other tokens decide, 0.3 / 2 nats here."""
+    call = {
+        "logprobs": torch.tensor([-1.0, -1.0]),
+        "rollout_logprobs": torch.tensor([-0.7, bad]),
+        "advantages": torch.tensor([-1.0]),
+        "mask": torch.ones(2),
+        "sequence": torch.zeros(2, dtype=torch.int64),
+        "num_sequences": 1,
+    }
+    assert off_policy_keep(threshold=0.2, **call).tolist() == [True]
+    assert off_policy_keep(threshold=0.1, **call).tolist() == [False]
 
 
 def test_unsampled_tokens_do_not_enter_the_product():

@@ -94,7 +94,8 @@ def sharded(request):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "-inf logit"])
 def test_values_and_gradients_equal_dense_float64_at_any_tp(sharded, name):
-    """LP-1, LP-2, LP-3, LP-4, LP-5, LP-6, LP-9, LP-12: values, both gradients, pads exactly 0."""
+    """LP-1, LP-2, LP-3, LP-4, LP-5, LP-6, LP-9, LP-12: values, both gradients, pads exactly 0.
+    LP-8: V 5 in blocks of 3 (TP 2) and 2 (TP 4), each with a tail that is no token."""
     world, answers = sharded
     case, (logprobs, entropy, grad) = CASES[name], _dense(CASES[name])
     for rank_logprobs, rank_entropy, _ in answers[name]:

@@ -11,7 +11,13 @@ from megagrpo.algo.corrections import correction_weights, off_policy_keep, resol
 from megagrpo.algo.kl import kl_estimate
 from megagrpo.algo.logprobs import vocab_parallel_logprobs
 from megagrpo.algo.losses import LossCounts, LossOutput, policy_loss
-from megagrpo.algo.settings import LOSS_DEFAULTS, LossSettings, resolve_loss_defaults
+from megagrpo.algo.settings import (
+    AGGREGATIONS,
+    LOSS_DEFAULTS,
+    OPTIONAL,
+    LossSettings,
+    resolve_loss_defaults,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())
 F1 = GOLDEN["fixture"]
@@ -90,6 +96,8 @@ LOSSES = list(LOSS_DEFAULTS)
 CLIPPED = ["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo"]
 STOPPED = ["cispo", "cispo_relative", "vespo"]  # gradient is not the derivative of the value
 FORMS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+# The fifth form, prompt-mean, needs to know prompts: its tests stand at the end of the file, its
+# cuts and gradients in test_algo_invariance.py and test_algo_gradients.py.
 
 
 def _row(objective, **changes):
@@ -653,8 +661,8 @@ def test_a_null_setting_takes_the_losss_own_default(name, form, eps, normalize):
 def test_resolved_settings_resolve_to_themselves(name):
     """A config file written with every default filled in must start the same run again."""
     settings = resolve_loss_defaults(name, beta=0.1, entropy_coef=0.01)
-    fields = ("aggregation", "level", "normalize", "eps_low", "eps_high", "cap", "delta")
-    fields += ("dual_clip", "beta", "kl_estimator", "unbiased_kl", "entropy_coef")
+    fields = ("aggregation", "level", "normalize", "beta", "kl_estimator", "unbiased_kl")
+    fields += ("entropy_coef", *OPTIONAL)
     again = resolve_loss_defaults(name, **{field: getattr(settings, field) for field in fields})
     assert again == settings
 
@@ -679,6 +687,17 @@ def test_cispo_has_the_absolute_cap_of_five():
         ("grpo", {"beta": -0.1}, "beta=-0.1 is outside"),
         ("grpo", {"kl_estimator": "k4"}, "KL estimator 'k4' is unknown"),
         ("grpo", {"normalize": "group"}, "normalize='group' is unknown"),
+        ("grpo", {"tau_positive": 1.0}, "tau_positive=1.0 has no effect on loss 'grpo'"),
+        ("vespo", {"tau_negative": 1.0}, "tau_negative=1.0 has no effect on loss 'vespo'"),
+        ("sapo", {"gamma_positive": (2.0, 3.0)}, r"gamma_positive=\(2.0, 3.0\) has no effect"),
+        ("sapo", {"tau_negative": 0.0}, "tau_negative=0 switches the gate off"),
+        ("sapo", {"tau_positive": -1.0}, "tau_positive=-1.0 is outside"),
+        ("vespo", {"gamma_negative": [2.0]}, r"gamma_negative=\[2.0\] must be two numbers"),
+        ("vespo", {"gamma_negative": 2.0}, "gamma_negative=2.0 must be two numbers"),
+        ("vespo", {"gamma_positive": [2.0, -1.0]}, "gamma_positive=.* is outside"),
+        ("grpo", {"unbiased_kl": True}, "unbiased_kl=True has no effect with beta=0"),
+        ("grpo", {"entropy_coef": math.nan}, "entropy_coef=nan is outside"),
+        ("grpo", {"beta": math.inf}, "beta=inf is outside"),
     ],
 )
 def test_wrong_names_and_settings_without_effect_are_refused(name, options, message):
@@ -704,3 +723,150 @@ def test_every_loss_has_its_own_value_on_f1():
     """CFG-11: no name falls into another's branch; bnpo is dapo with other bounds by rule."""
     values = {name: _f1_in_parts(name, WHOLE, resolve_loss_defaults(name))[0] for name in LOSSES}
     assert len({round(value, 9) for value in values.values()}) == len(LOSSES)
+
+
+def test_a_temperature_or_a_gamma_that_is_given_reaches_the_term():
+    """LOSS-20, LOSS-21 with other numbers than the published ones."""
+    for advantage, tau in ((1.0, 0.5), (-1.0, 2.0)):
+        given = resolve_loss_defaults("sapo", tau_positive=0.5, tau_negative=2.0)
+        loss = _one("sapo", [math.log(1.5)], [0.0], advantages=(advantage,), settings=given).loss
+        gate = 4 / tau / (1 + math.exp(-tau * 0.5))
+        assert loss.item() == pytest.approx(-advantage * gate, abs=1e-12)
+    for advantage, (k, lam) in ((1.0, (1.5, 0.5)), (-1.0, (0.25, 2.0))):
+        given = resolve_loss_defaults(
+            "vespo", gamma_positive=[1.5, 0.5], gamma_negative=(0.25, 2.0)
+        )
+        leaf = _leaf([-0.3])
+        old = [-0.3 - math.log(1.7)]
+        _one("vespo", leaf, old, advantages=(advantage,), settings=given).loss.backward()
+        phi = math.exp(lam + k * math.log(1.7) - lam * 1.7)
+        assert leaf.grad.item() == pytest.approx(-phi * advantage, abs=1e-12)
+
+
+# Prompt means, and what the masks drop
+
+
+def _prompts(form, order=(0, 1, 2), given=(12, 12, 4), prompts=2):
+    """Prompt p: 10 tokens of loss 1 and 2 of loss 2; prompt q: 4 tokens of loss 4."""
+    lengths, losses = [10, 2, 4], (1.0, 2.0, 4.0)
+    chosen = [lengths[row] for row in order]
+    return _one(
+        "grpo",
+        torch.zeros(sum(chosen)),
+        advantages=tuple(-losses[row] for row in order),
+        sequence=_sequence(chosen),
+        settings=resolve_loss_defaults("grpo", aggregation=form),
+        counts=LossCounts(16, 3, 8, total_prompts=prompts),
+        prompt_tokens=torch.tensor([given[row] for row in order]),
+    ).loss.item()
+
+
+def test_token_sequence_and_prompt_means_are_three_names():
+    """LOSS-10: 1.875, 2.333333, 2.583333."""
+    assert _prompts("token-mean") == pytest.approx(1.875, abs=1e-12)
+    assert _prompts("seq-mean-token-mean") == pytest.approx(7 / 3, abs=1e-12)
+    assert _prompts("prompt-mean") == pytest.approx(31 / 12, abs=1e-12)
+
+
+def test_rows_of_one_prompt_may_lie_in_different_micro_batches():
+    """LOSS-10 with LOSS-1: prompt_tokens are those of the whole optimizer step."""
+    parts = sum(_prompts("prompt-mean", order) for order in ((2, 0), (1,)))
+    assert parts == pytest.approx(31 / 12, abs=1e-12)
+
+
+def test_a_prompt_without_a_trained_token_counts_nowhere():
+    """LOSS-6: a third prompt whose only row is masked; with total_prompts 3 it would dilute."""
+    leaf = _leaf([0.0] * 16 + [math.nan])
+    output = _one(
+        "grpo",
+        leaf,
+        advantages=(-1.0, -2.0, -4.0, 9.0),
+        mask=[1] * 16 + [0],
+        sequence=_sequence([10, 2, 4, 1]),
+        settings=resolve_loss_defaults("grpo", aggregation="prompt-mean"),
+        counts=LossCounts(16, 3, 8, total_prompts=2),
+        prompt_tokens=torch.tensor([12, 12, 4, 0]),
+    )
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(31 / 12, abs=1e-12)
+    wanted = [1 / 24] * 10 + [2 / 24] * 2 + [4 / 8] * 4 + [0.0]
+    assert leaf.grad.tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_prompt_mean_without_its_numbers_is_refused():
+    settings = resolve_loss_defaults("grpo", aggregation="prompt-mean")
+    with pytest.raises(ValueError, match="prompt_tokens=None and total_prompts=1; give both"):
+        _one("grpo", [0.0], settings=settings, counts=LossCounts(1, 1, 8, 1))
+    with pytest.raises(ValueError, match="prompt_tokens=given and total_prompts=0; give both"):
+        _one("grpo", [0.0], settings=settings, prompt_tokens=torch.ones(1))
+    with pytest.raises(ValueError, match=r"prompt_tokens has shape \(2,\), expected \(1,\)"):
+        _one("grpo", [0.0], settings=settings, prompt_tokens=torch.ones(2))
+    with pytest.raises(ValueError, match="aggregation 'prompt' is unknown; .*'prompt-mean'"):
+        resolve_loss_defaults("grpo", aggregation="prompt")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_removed_row_leaves_the_numerator_and_every_denominator(name):
+    """ADV-26: a truncated sample of 100 tokens that is masked, and one of 2 tokens: the loss is the
+    second's alone, for every aggregation."""
+    for form in sorted(set(AGGREGATIONS.values())):
+        settings = resolve_loss_defaults(name, aggregation=form, beta=0.1)
+        logprobs, old = [-3.0] * 100 + [-1.0, -0.5], [-0.1] * 100 + [-1.2, -0.6]
+        both = _one(
+            name,
+            logprobs,
+            old,
+            advantages=(2.0, -1.0),
+            mask=[0] * 100 + [1, 1],
+            sequence=_sequence([100, 2]),
+            settings=settings,
+            counts=LossCounts(2, 1, 8, 1),
+            prompt_tokens=torch.tensor([2, 2]),
+            ref_logprobs=torch.tensor(old, dtype=torch.float64),
+        )
+        alone = _one(
+            name,
+            logprobs[100:],
+            old[100:],
+            advantages=(-1.0,),
+            settings=settings,
+            counts=LossCounts(2, 1, 8, 1),
+            prompt_tokens=torch.tensor([2]),
+            ref_logprobs=torch.tensor(old[100:], dtype=torch.float64),
+        )
+        assert both.loss.item() == pytest.approx(alone.loss.item(), abs=1e-12)
+        assert both.sums["sequences"] == 1 and both.sums["tokens"] == 2
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_any_signal_only_kl_acts(name):
+    """ADV-9: advantages exactly 0: loss and gradient exactly 0, with KL the KL's own."""
+    leaf, old = _leaf([-1.0, -0.5]), [-1.4, -0.3]
+    _one(name, leaf, old, advantages=(0.0,)).loss.backward()
+    assert leaf.grad.tolist() == [0.0, 0.0]
+    leaf.grad = None
+    ref = torch.tensor([-1.1, -0.2], dtype=torch.float64)
+    settings = resolve_loss_defaults(name, aggregation="token-mean", beta=0.5)
+    _one(name, leaf, old, (0.0,), ref_logprobs=ref, settings=settings).loss.backward()
+    slope = 0.25 * (1 - (ref - leaf.detach()).exp())  # beta / N (1 - e^delta)
+    torch.testing.assert_close(leaf.grad, slope, atol=1e-15, rtol=0)
+
+
+def test_what_the_off_policy_mask_drops_is_counted():
+    """OFF-8, OFF-9: sequences and tokens; a dropped row without tokens is no sequence."""
+    output = policy_loss(
+        name="dapo",
+        logprobs=torch.zeros(6),
+        old_logprobs=None,
+        advantages=-torch.ones(4),
+        mask=torch.tensor([1, 1, 0, 1, 0, 1]),
+        sequence=torch.tensor([0, 0, 0, 1, 2, 3]),
+        num_sequences=4,
+        counts=LossCounts(4, 3, 8),
+        settings=resolve_loss_defaults("dapo"),
+        keep=torch.tensor([False, True, False, True]),
+    )
+    sums = {key: output.sums[key].item() for key in ("off_policy_sequences", "off_policy_tokens")}
+    assert sums == {"off_policy_sequences": 1, "off_policy_tokens": 2}
+    assert (output.sums["tokens"], output.sums["sequences"]) == (4, 3), "denominators stay"
+    assert output.loss.item() == pytest.approx(2 / 4)
