@@ -268,6 +268,9 @@ def test_the_progress_line_shows_what_is_known() -> None:
     assert progress_line(12, 150, metrics, ranks=2) == (
         "step  12/150  reward 0.412  kl -  length 3.0  0.21 s  1,520 tok/s  val/max2/mean@1 0.500"
     )
+    some = {"counts/trained": 32.0, "counts/generated": 1024.0}
+    assert progress_line(1, 2, some).endswith("  trained 32/1,024")
+    assert "trained" not in progress_line(1, 2, dict.fromkeys(some, 32.0))
 
 
 def test_console_goes_through_the_log(

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from megagrpo.config import DataConfig, TrainerConfig
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.metrics.records import FATES, render, rollout_metrics, selection_metrics
+from megagrpo.metrics.report_data import Run
+from megagrpo.metrics.report_tables import health
 from megagrpo.rollout.refill import NotEnoughGroups, Refill
 from megagrpo.rollout.storage import FAILED, FLAT, SURPLUS, Rollout
 from megagrpo.trainer.accounts import fates, groups_with_a_rating, groups_with_signal
@@ -271,6 +273,17 @@ def test_accounts_add_up_in_every_case(
     assert len(kept) == (wanted if refills else min(wanted, len(batches[0])))
     if refills:
         assert batch.advantages.zero_variance_count == batch.advantages.singleton_count == 0
+
+
+def test_the_report_shows_the_accounts_of_a_run_that_left_samples_out() -> None:
+    def page(**counts: float) -> str:
+        line = {"step": 1, **{f"counts/{fate}": 0.0 for fate in FATES}}
+        line |= {f"counts/{name}": value for name, value in counts.items()}
+        return " ".join(health(Run("run", [line, {**line, "step": 2}], 0, {}, None)))
+
+    said = "24 samples generated = 8 trained + 12 filtered + 4 surplus"
+    assert said in page(generated=12, trained=4, filtered=6, surplus=2)
+    assert "generated =" not in page(generated=12, trained=12)
 
 
 # The store

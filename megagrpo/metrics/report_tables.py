@@ -9,7 +9,7 @@ from typing import Any
 
 from megagrpo.config import HealthConfig
 from megagrpo.metrics.health import findings_of
-from megagrpo.metrics.records import METRICS
+from megagrpo.metrics.records import FATES, METRICS
 from megagrpo.metrics.report_data import Run, finite
 from megagrpo.metrics.svg_chart import number
 
@@ -43,6 +43,7 @@ def health(run: Run) -> Iterator[str]:
         if known:
             amount = math.fsum(known)
             yield _check(amount > 0, f"{number(amount)} {what}")
+    yield from _accounts(run)
     skipped = [value for value in run.column("actor/skipped_steps") if value is not None]
     if skipped:
         yield _check(skipped[-1] > 0, f"{number(skipped[-1])} optimizer steps skipped")
@@ -65,6 +66,17 @@ def health(run: Run) -> Iterator[str]:
     missing = run.steps[-1]["step"] - run.steps[0]["step"] + 1 - steps if steps else 0
     if missing or run.torn:
         yield _check(True, f"{missing} steps have no line, {run.torn} lines cannot be read")
+
+
+def _accounts(run: Run) -> Iterator[str]:
+    """What became of the generated samples, where not all were trained."""
+    sums = {
+        name: math.fsum(value for value in run.column(f"counts/{name}") if value is not None)
+        for name in ("generated", *FATES)
+    }
+    if sums["trained"] < sums["generated"]:
+        parts = " + ".join(f"{number(sums[fate])} {fate}" for fate in FATES if sums[fate])
+        yield f"<li>{number(sums['generated'])} samples generated = {parts}</li>"
 
 
 def warnings(run: Run) -> Iterator[str]:

@@ -120,6 +120,9 @@ def progress_line(step: int, total_steps: int, metrics: Metrics, ranks: int = 1)
         _word("", metrics.get("perf/step_seconds"), ".2f", " s"),
         _word("", None if rate is None else rate * ranks, ",.0f", " tok/s"),
     ]
+    trained, generated = metrics.get("counts/trained"), metrics.get("counts/generated")
+    if trained is not None and generated is not None and trained < generated:
+        parts.append(f"trained {trained:,.0f}/{generated:,.0f}")
     parts += [_word(name, metrics[name], ".3f") for name in headline_scores(metrics.keys())]
     return "  ".join(parts)
 

@@ -30,6 +30,7 @@ def kl_controller(config: Config) -> KLController:
         raise ValueError(f"algorithm.kl.controller: {error}") from error
     return KLController(settings)
 
+
 GENERATION_BATCHES = 10  # of a step, where groups are filtered and the config does not say
 
 
