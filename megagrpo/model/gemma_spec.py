@@ -57,9 +57,13 @@ class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
     ) -> Any:
         """As RowParallelLinear, the norm included."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        norm = f"{prefix}post_layernorm."
-        return state | sharded_state_dict_default(
-            self.post_layernorm, norm, sharded_offsets, metadata
+        return state | mcore_compat.call(
+            sharded_state_dict_default,
+            self.post_layernorm,
+            f"{prefix}post_layernorm.",
+            sharded_offsets,
+            metadata,
+            tp_group=self.tp_group,
         )
 
 

@@ -104,7 +104,7 @@ def empty_states(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
     found = {}
     for row in rows(shape):
         module, _, leaf = row.megatron.rpartition(".")
-        if row.where != "layer" or leaf != "weight" or ".linear_" not in f".{module}":
+        if leaf != "weight" or not module.split(".")[-1].startswith("linear_"):
             continue
         for layer in range(shape.num_layers):
             if row.on(layer):
