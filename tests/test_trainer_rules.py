@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,7 +352,7 @@ def test_a_rollout_without_any_reward_is_skipped_and_counted(
 ) -> None:
     """LOSS-8 and ADV-2, ADV-5 for a whole rollout: no token is valid on any rank; weights stay, the
     schedule stays. EVAL-9: a held-out pass does not take the rollout's failures along."""
-    held_out = [f"data.eval={place}/heldout.jsonl", "eval.every=1"]
+    held_out = [f"data.eval={place}/heldout.jsonl", "eval.every=1", "rollout.max_failed_share=1"]
     overrides = words(place, tmp_path / "run", *layout, *held_out, reward=reward)
     for result in play(2, overrides, trained):
         assert not moved(result)
@@ -600,8 +600,8 @@ def test_every_key_is_read_by_what_it_configures(
             load_config(None, [*overrides, f"{name}=0.5" if "_p" in name else f"{name}=2"])
     epochs = prepare(load_config(None, [*overrides, "trainer.steps=null"]), 0, 1)
     assert epochs.length.rollouts == 3
-    for name in ("path", "name", "weight", "timeout_s", "kwargs"):
-        assert f"RewardConfig.{name}" in read
+    for field in fields(RewardConfig):
+        assert f"RewardConfig.{field.name}" in read
 
 
 def _class_of(name: str) -> str:
@@ -622,6 +622,7 @@ UNUSUAL = [
     "rollout.max_num_seqs=9",
     "rollout.kv_cache_gb=0.03",
     "rollout.gpu_memory_utilization=0.35",
+    "rollout.max_failed_share=0.95",
     "parallel.timeout_s=77",
     "data.minibatch_prompts=2",
     "data.max_tokens_per_microbatch=41",
@@ -684,12 +685,14 @@ def parts(run: Run) -> dict[str, Any]:
         "reference": (run.reference.scoring.temperature, run.reference.scoring.valid_vocab),
         "evaluation": (len(run.evaluator.prompts), run.evaluator.settings),
         "reward": (reward.name, reward.weight, reward.timeout_s, reward.kwargs),
+        "reward_calls": (reward.isolate, reward.workers, reward.retries),
     }
 
 
 def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: Path) -> None:
     """CFG-2: no value is parsed and then lost, swapped with another or left at its default."""
-    reward = f"{{path: '{place}/reward.py:low_ids', name: r, weight: 0.25, timeout_s: 5}}"
+    reward = f"{{path: '{place}/reward.py:low_ids', name: r, weight: 0.25, timeout_s: 5, "
+    reward += "isolate: true, workers: 3, retries: 4}"
     overrides = words(place, tmp_path / "run", *UNUSUAL, f"data.eval={place}/heldout.jsonl")
     overrides += [f"rewards=[{reward}]", "parallel.use_distributed_optimizer=false"]
     overrides += ["parallel.pp=2"]
@@ -704,7 +707,7 @@ def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: 
     assert got["advantage"] == AdvantageSettings(
         "batch", "leave_one_out", 0.4, weights=(("r", 0.25),)
     )
-    assert got["rollout"] == RolloutSettings(Sampling(0.8, 7, (1,)), 3, 12)
+    assert got["rollout"] == RolloutSettings(Sampling(0.8, 7, (1,)), 3, 12, 0.95)
     assert got["draw"] == (13, 4, 6) and got["save"] == (3, 5)
     objective = loss.objective
     assert (objective.loss, loss.mismatch_warn, loss.mismatch_stop) == ("dr_grpo", 0.5, 0.9)
@@ -730,6 +733,7 @@ def test_every_value_reaches_the_part_that_it_configures(place: Path, tmp_path: 
         EvaluationSettings("heldout", 2, False, 2, Sampling(0.45, 7, (1,)), 11),
     )
     assert got["reward"] == ("r", 0.25, 5.0, {})
+    assert got["reward_calls"] == (True, 3, 4)
 
 
 def test_a_correction_can_be_switched_off_and_every_mode_has_its_own_bounds(

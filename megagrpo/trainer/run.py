@@ -113,11 +113,14 @@ class Run:
         """The samples to train on, G per prompt, from the weights as they are; all ranks join."""
         draw, settings = Draw(self.rollout.seed, "train", step), self.rollout
 
+        def first_failures() -> list[dict[str, str]]:
+            return self.collector.tracebacks()
+
         def generate(batch: Sequence[Prompt], first_group: int) -> list[Sample]:
             samples = self.collector.collect(
                 batch, draw, settings.sampling, settings.group_size, first_group
             )
-            check_failed_share(samples, settings.max_failed_share, self.collector.tracebacks)
+            check_failed_share(samples, settings.max_failed_share, first_failures)
             return samples
 
         with self.hybrid.rollout_mode(version=step - 1):
