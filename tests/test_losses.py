@@ -92,6 +92,15 @@ def test_loss_and_gradient_equal_the_golden_row(row):
     torch.testing.assert_close(logprobs.grad, _flat(row["grad"]), atol=1e-9, rtol=0)
 
 
+def test_no_golden_row_has_a_field_that_the_test_does_not_read():
+    """Else a row could pass without the option that it is about."""
+    read = {"name", "objective", "level", "aggregation", "beta", "unbiased_kl", "loss", "grad"}
+    read |= {"eps_low", "eps_high", "delta", "cap"}
+    read |= {"rollout_is", "clip_min", "clip_max", "off_policy_threshold"}
+    assert {key for row in GOLDEN["losses"] for key in row} == read
+    assert len(GOLDEN["losses"]) == 133
+
+
 LOSSES = list(LOSS_DEFAULTS)
 CLIPPED = ["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo"]
 STOPPED = ["cispo", "cispo_relative", "vespo"]  # gradient is not the derivative of the value
