@@ -54,7 +54,12 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-V3 = DEEPSEEK | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+V3 = DEEPSEEK | {
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 V2 = DEEPSEEK | {"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.5}
 GEMMA: dict[str, Any] = {
     "head_dim": 32,
