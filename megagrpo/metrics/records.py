@@ -228,6 +228,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout_corr/weight_mean": ("sum of rollout weights", _TOKENS),
     "rollout_corr/weight_max": ("largest rollout weight", "-"),
     "rollout_corr/masked_share": ("tokens that the correction zeroes", _TOKENS),
+    "rollout_corr/masked_share_positive": ("zeroed tokens of sequences with A > 0", "their tokens"),
+    "rollout_corr/masked_share_negative": ("zeroed tokens of sequences with A < 0", "their tokens"),
     "rollout_corr/masked_sequence_share": ("sequences that it zeroes", "trained sequences"),
     "rollout_corr/cut_sequence_share": ("sequences that it cuts", "trained sequences"),
     "token_mult_prob_error": ("sum of exp |old - rollout|", _TOKENS),
