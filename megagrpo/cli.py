@@ -1,4 +1,4 @@
-"""The command line: `megagrpo train | evaluate | report`; parse and call, nothing else.
+"""The command line: `megagrpo train | evaluate | ablate | report`; parse and call, nothing else.
 
 Environment is set here, before torch is imported by anything below: one OpenMP thread per rank on
 a CPU (two on a shared core are ten times slower) and no torch.compile where no GPU is (its C++
@@ -69,10 +69,33 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", metavar="section.key=value")
     evaluate.set_defaults(command=_evaluate)
 
+    _add_ablate(commands)
+
     report = commands.add_parser("report", help="write report.html of a run folder")
     report.add_argument("run_dir", metavar="RUN_DIR")
     report.set_defaults(command=_report)
     return parser
+
+
+def _add_ablate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    ablate = commands.add_parser(
+        "ablate", help="compare group sizes on a small budget (starts its own torchrun)"
+    )
+    ablate.add_argument("--config", help="YAML file as for train")
+    ablate.add_argument("--group-sizes", default="4,8,16", help="comma-separated; default 4,8,16")
+    ablate.add_argument(
+        "--prompts",
+        type=int,
+        default=1000,
+        help="prompts that the run of the smallest group draws; the others sample as many "
+        "completions per step from fewer prompts; default 1000",
+    )
+    ablate.add_argument("--steps", type=int, default=100, help="steps of each run; default 100")
+    ablate.add_argument(
+        "--nproc", type=int, default=1, help="processes of each run on this host; default 1"
+    )
+    ablate.add_argument("overrides", nargs="*", metavar="section.key=value")
+    ablate.set_defaults(command=_ablate)
 
 
 def _set_environment() -> None:
@@ -118,6 +141,27 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     for name, value in found.items() if prepared.rank == 0 else ():
         sys.stdout.write(f"{name} {value:.4f}\n")
     sys.stdout.flush()
+    return 0
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from megagrpo.parallel import platform
+    from megagrpo.trainer.ablate import ablate, check_words, plan_sizes, read_sizes
+
+    if platform.world_from_env() > 1:
+        raise ValueError("ablate starts a torchrun for every group size; call it without one")
+    check_words(arguments.overrides)
+    sizes = plan_sizes(read_sizes(arguments.group_sizes), arguments.prompts, arguments.steps)
+    config = load_config(arguments.config, arguments.overrides)
+    words = [*arguments.overrides]
+    if arguments.config is not None:
+        words = ["--config", arguments.config, *words]
+    try:
+        table = ablate(config, words, sizes, arguments.steps, arguments.nproc)
+    except ChildProcessError as error:
+        log.error(f"error: {error}")
+        return 1
+    sys.stdout.write(table)
     return 0
 
 
