@@ -10,6 +10,8 @@ sequence.
 
 import torch
 
+ROUNDING = 64  # eps; a log-softmax over a large vocabulary loses no more
+
 
 def entropy_threshold(entropies: torch.Tensor, quantile: float) -> float:
     """The `quantile` of the entropies, linearly interpolated in float64.
@@ -37,7 +39,9 @@ def high_entropy_tokens(
 ) -> torch.Tensor:
     """Which tokens keep their policy term: valid ones at or over the threshold; ties are kept.
 
-    entropies [...] nats, mask of its shape (bool or 0/1); returns bool of that shape. Compared in
-    float64: a float32 comparison would round the threshold onto a neighbour.
+    entropies [...] nats, mask of its shape (bool or 0/1); returns bool of that shape. First tokens
+    of one prompt have equal entropies but for rounding, which differs between layouts, so what is
+    below the threshold by rounding only (64 eps of the entropies' dtype) counts as a tie.
     """
-    return (entropies.detach().double() >= threshold) & mask.bool()
+    slack = ROUNDING * torch.finfo(entropies.dtype).eps * max(1.0, abs(threshold))
+    return (entropies.detach().double() >= threshold - slack) & mask.bool()

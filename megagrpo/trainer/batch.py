@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megagrpo.algo.advantages import AdvantageResult, combined_advantages
+from megagrpo.algo.kl import kl_penalized_rewards
 from megagrpo.algo.losses import LossCounts
 from megagrpo.data.packing import DUMMY_SEQUENCE, pack, plan_micro_batches
 from megagrpo.types import MicroBatch, Sample
@@ -143,7 +144,8 @@ def sample_advantages(
     valid = torch.tensor([trainable(sample, settings) for sample in samples], dtype=torch.bool)
     rewards = _rewards(samples, settings)
     if kl_paid is not None:
-        rewards = rewards - kl_paid.unsqueeze(1)
+        assert rewards.shape[1] == 1, "KL is taken from one total reward"
+        rewards = kl_penalized_rewards(rewards=rewards[:, 0], kl_sums=kl_paid, beta=1.0)[:, None]
     return combined_advantages(
         rewards=rewards,
         weights=torch.tensor([weight for _, weight in settings.columns], dtype=torch.float64),
