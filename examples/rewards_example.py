@@ -3,9 +3,12 @@
     rewards=[{path: examples/rewards_example.py:boxed_number}]
     rewards=[{path: examples/rewards_example.py:judged, weight: 0.5, kwargs: {limit: 200}}]
 
-A reward gets lists with one entry per completion, by name: `prompts`, `completions`, the dataset's
-other columns (here `answer`), and whatever `kwargs` of the config holds. It returns one number per
-completion; None means "not rated" and leaves that completion out of its group.
+A reward gets lists with one entry per completion, by name: `prompts` (as rendered), `messages` (the
+prompt column as it stands), `completions`, the dataset's other columns (here `answer`), and
+whatever `kwargs` of the config holds. It returns one number per completion; None means "not rated"
+and leaves that completion out of its group. Beside `weight`, `timeout_s` and `kwargs` an entry may
+have `retries` (`judged` asks again when the server is busy), `concurrency` (groups that `judged`
+has at once) and `isolate: true` (`boxed_number` in a process of its own, which may hang or die).
 """
 
 import asyncio

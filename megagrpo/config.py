@@ -314,7 +314,8 @@ def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
 def help_text(short: bool) -> str:
     """One line per key: name, default, meaning, choices; `short` shows a first run's keys."""
     lines = []
-    for name, item in known_keys().items():
+    entry = {f"rewards[].{item.name}": item for item in fields(RewardConfig)}
+    for name, item in (known_keys() | entry).items():
         if short and not item.metadata["first"]:
             continue
         default = item.default if item.default is not MISSING else item.default_factory()

@@ -100,6 +100,7 @@ class RewardSpec:
     workers: int = DEFAULT_WORKERS  # such processes
     concurrency: int = DEFAULT_CONCURRENCY  # groups that an async function has at once
     retries: int = 0  # more calls for a completion whose own call raised
+    is_model: bool = False  # a reward model, which reads the prompts from `messages`
     alone: bool = False  # isolated, one completion at a time, `timeout_s` for each
 
 
@@ -183,6 +184,11 @@ def check_columns(specs: Sequence[RewardSpec], columns: Iterable[str]) -> None:
             )
     for spec in specs:
         _check_kwargs(spec)
+        if spec.is_model and "messages" in columns:
+            raise ValueError(
+                f"dataset column 'messages' would stand in for the prompts that reward model "
+                f"{spec.name!r} reads; rename it"
+            )
         if _built_in(spec).answers and not {"answer", "reward_model"} & set(columns):
             raise ValueError(
                 f"reward {spec.name!r} needs column 'answer' (or verl's 'reward_model'); the "

@@ -45,6 +45,7 @@ class RowTests:
 def code_tests(
     prompts: Sequence[str],
     completions: Sequence[str],
+    *,
     tests: Sequence[Any] | None = None,
     test_code: Sequence[Any] | None = None,
     entry_point: Sequence[str | None] | None = None,

@@ -100,7 +100,7 @@ def _model_spec(
     folder = Path(config.path)
     model = RewardModel(folder, max_tokens=max_tokens, device=device, release=release)
     name = config.name or folder.resolve().name
-    return RewardSpec(name, model, weight=config.weight, path=config.path)
+    return RewardSpec(name, model, weight=config.weight, path=config.path, is_model=True)
 
 
 _CALLS = ("timeout_s", "isolate", "workers", "concurrency", "retries")
