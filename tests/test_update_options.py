@@ -1,6 +1,5 @@
-"""Every option of the update equals plain torch at several layouts: passes over a rollout, KL in the
-reward, high-entropy tokens, the off-policy mask, prompt means, several rewards, cold start.
-
+"""Every option of the update equals plain torch at several layouts: passes over a rollout, KL in
+the reward, high-entropy tokens, the off-policy mask, prompt means, several rewards, cold start.
 The reference is transformers' model, one sample at a time, every formula written out once more.
 Bounds as in test_update_invariance.py: 1e-5 relative, where a wrong sign or denominator is 1e-2.
 """

@@ -115,6 +115,12 @@ class Batch:
         return replace(self.with_values("advantages", values), advantages=result)
 
     @property
+    def imitation_weight(self) -> float | None:
+        """Weight of the demonstrations, None if there are none."""
+        shown = [mini.demonstrations for mini in self.mini_batches if mini.demonstrations]
+        return shown[0].weight if shown else None
+
+    @property
     def micro_batches(self) -> list[MicroBatch]:
         """The packs of rollouts of all optimizer steps in order."""
         return [micro for mini in self.mini_batches for micro in mini.micro_batches]

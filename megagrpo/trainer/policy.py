@@ -90,7 +90,7 @@ class Policy:
     def update(self, batch: Batch) -> UpdateMetrics:
         """All optimizer steps of the rollout and their metrics (update_metrics.py says which are
         means and which sums). All ranks join. Raises MismatchStop before the optimizer moves."""
-        metrics = UpdateMetrics(kl_coef=self.kl.beta)
+        metrics = UpdateMetrics(kl_coef=self.kl.beta, bc_coef=batch.imitation_weight)
         scored = all("old_logprobs" in micro.values for micro in batch.micro_batches)
         if scored:
             self._alarm(reduce_sums(_mismatch(batch.micro_batches), self.scoring.context))

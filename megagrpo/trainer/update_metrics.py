@@ -90,6 +90,7 @@ class UpdateMetrics:
     """Collects the optimizer steps of one rollout."""
 
     kl_coef: float = 0.0
+    bc_coef: float | None = None  # None: nothing is imitated
     totals: dict[str, float] = field(default_factory=dict)
     losses: list[dict[str, float]] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -105,11 +106,7 @@ class UpdateMetrics:
         self.losses.append(
             {"loss": reduced["loss/loss"] + imitation, "pg_loss": reduced["loss/pg_loss"]}
         )
-        for name, source in (
-            ("kl_loss", "loss/kl_loss"),
-            ("bc_loss", "demonstration/bc_loss"),
-            ("bc_coef", "demonstration/bc_coef"),
-        ):
+        for name, source in (("kl_loss", "loss/kl_loss"), ("bc_loss", "demonstration/bc_loss")):
             if source in reduced:
                 self.losses[-1][name] = reduced[source]
         self.grad_norms.append(grad_norm)
@@ -119,6 +116,8 @@ class UpdateMetrics:
     def as_metrics(self) -> dict[str, float]:
         """Names of conventions.md; a metric without data is left out."""
         found = {"actor/kl_coef": self.kl_coef}
+        if self.bc_coef is not None:
+            found["actor/bc_coef"] = self.bc_coef
         if not self.losses:
             return found
         for name in dict.fromkeys(name for part in self.losses for name in part):
