@@ -179,3 +179,27 @@ def test_the_reference_answers_with_the_start_weights_and_the_policy_with_its_ow
 def test_a_comparison_needs_held_out_prompts(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compare_every=5 compares answers to held-out prompts"):
         load_config(None, words(place, tmp_path, "eval.compare_every=5"))
+
+
+def test_files_that_cannot_be_read_leave_the_engine_asleep(place: Path, tmp_path: Path) -> None:
+    """And weights of somebody else are never served as the trainer's, nor nested in a rollout."""
+
+    class Broken:
+        def read(self, name: str, box: Any) -> torch.Tensor:
+            raise OSError(f"{name} is gone")
+
+    def act(rank: int) -> None:
+        run = build(rank, 1, words(place, tmp_path / "run"))
+        engine = run.collector.engine
+        with pytest.raises(OSError, match="is gone"), run.hybrid.serving(Broken()):
+            raise AssertionError("served")
+        assert engine.events[-1] == "sleep" and run.hybrid.version == -1
+        with (
+            run.hybrid.rollout_mode(0),
+            pytest.raises(RuntimeError, match="awake"),
+            run.hybrid.serving(Broken()),
+        ):
+            raise AssertionError("served")
+        assert engine.events[-1] == "sleep" and engine.version == run.hybrid.version == 0
+
+    run_ranks(1, act)
