@@ -27,6 +27,7 @@ RUNS = {
         "trainer.save_every=1",
         "trainer.export_hf_every=1",
     ],
+    "a reference that is only measured": ["reference.use=always", "trainer.steps=1"],
     "KL in the reward, cut samples masked": [
         "algorithm.kl.beta=0.01",
         "algorithm.kl.place=reward",
@@ -84,3 +85,13 @@ def test_every_documented_metric_is_emitted(emitted: dict[str, set[str]]) -> Non
 def test_every_emitted_metric_is_documented(emitted: dict[str, set[str]]) -> None:
     for title, names in emitted.items():
         assert names and not [name for name in sorted(names) if not meaning(name)], title
+
+
+def test_a_metric_is_not_tied_to_its_coefficient(emitted: dict[str, set[str]]) -> None:
+    """EVAL-6: entropy with entropy_coef 0, KL to the reference with beta 0."""
+    for title, more in RUNS.items():
+        assert (
+            not any("entropy_coef" in word for word in more) and "actor/entropy" in emitted[title]
+        )
+    no_kl = emitted["a reference that is only measured"]
+    assert {"kl/ref_k3", "kl/ref_k1"} <= no_kl

@@ -425,6 +425,21 @@ def test_the_report_has_four_curves_and_the_held_out_scores(tmp_path: Path) -> N
     assert "1 samples failed" in page and "not finite in some step: actor/grad_norm" in page
 
 
+def test_of_several_completions_the_report_and_the_console_show_the_scores_of_k(
+    tmp_path: Path,
+) -> None:
+    scores = {f"val/held/{name}": 0.25 for name in ("mean@4", "pass@1", "pass@2", "pass@4")}
+    scores |= {"val/held/maj@4": 0.5, "val/held/count": 40.0, "reward/mean": 0.1}
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        lines.write(step, step, scores)
+    lines.close()
+    shown = {title for title in charts(write_report(tmp_path).read_text()) if "Held" in title}
+    assert shown == {f"Held-out val/held/{name}" for name in ("mean@4", "maj@4", "pass@4")}
+    said = progress_line(2, 9, scores)
+    assert said.endswith("val/held/mean@4 0.250  val/held/maj@4 0.500  val/held/pass@4 0.250")
+
+
 def test_the_report_says_when_no_reference_was_scored(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path)).read_text()
     assert "No KL curve: no reference was scored" in page
