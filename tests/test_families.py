@@ -4,6 +4,7 @@ megatron-core's own models take the names.
 The toys are made and saved by transformers (`family_toys.py`); nothing here is read from the table.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megagrpo.parallel.mcore_repairs import WRITE_QUEUE
 from megagrpo.types import Coordinates, Layout, ModelShape
 from megagrpo.weights.accounting import check_layout
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megagrpo.weights.describe import plan
 from megagrpo.weights.table import hf_manifest, local_shapes, padded_vocab
 from megagrpo.weights.verify import verify
 from tests.family_toys import TOYS, make_toy, toy_config, write_config
@@ -206,6 +208,22 @@ def test_golden_names_of_the_first_and_last_layer_in_every_profile(
         prefix = f"decoder.layers.{number}."
         found = {n.removeprefix(prefix) for n in names if n.startswith(prefix)}
         assert found == expected
+
+
+@pytest.mark.parametrize("toy", ["deepseek-v3", "qwen3-moe", "gemma3"])
+def test_the_plan_names_every_kind_of_tensor_once(toy: str, folders: dict[str, Path]) -> None:
+    """The first layer and expert of a kind speak for all, also where layers differ."""
+    shape = shape_of(folders[toy])
+    said = "\n".join(plan(shape, Layout(world=2, pp=2))).split("tp 0 pp 0")[0]
+    sources = [
+        name for line in said.splitlines() for name in line.partition(", from ")[2].split(", ")
+    ]
+    found = [name for name in sources if name]
+    saved = load_file(folders[toy] / "model.safetensors")
+    kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in saved}
+    norm = "model.layers.*.post_attention_layernorm.weight"
+    twice = [norm] if toy == "deepseek-v3" else []  # before plain layers and before experts
+    assert sorted(found) == sorted([*kinds, *twice])
 
 
 def test_projections_down_are_whole_under_te_and_cut_in_the_local_spec(

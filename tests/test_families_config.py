@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megagrpo.model.hf_config import read_shape
 from megagrpo.parallel import platform
@@ -14,7 +15,7 @@ from megagrpo.types import ModelShape, RopeScaling
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
 from megagrpo.weights.table import hf_manifest
 from tests.family_toys import TOYS, YARN, make_toy, toy_config, write_config
-from tests.tiny_models import hf_config, llama3_rope
+from tests.tiny_models import hf_config, llama3_rope, make_hf_folder
 
 platform.mask_broken_media_packages()
 from transformers import AutoConfig  # noqa: E402
@@ -304,6 +305,16 @@ def test_an_unknown_field_travels_to_the_export_unchanged(name: str, tmp_path: P
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", shape, tmp_path / "megatron" / "hf")
     one, other = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("hf", "back"))
     assert one == other and one["a_field_nobody_knows"] == {"deep": [1, 2.5, None]}
+
+
+def test_norms_of_queries_over_all_heads_are_refused_by_name_and_shape(tmp_path: Path) -> None:
+    """CONV-21: a norm over the full width is another function than one per head."""
+    hf = Path(make_hf_folder(tmp_path / "hf", "qwen3"))
+    tensors = load_file(hf / "model.safetensors")
+    name = "model.layers.1.self_attn.q_norm.weight"
+    save_file(tensors | {name: torch.ones(64)}, hf / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} has shape \[64\], expected \[16\]"):
+        hf_to_megatron(hf, tmp_path / "megatron", read_shape(hf))
 
 
 def test_training_refuses_what_only_converts_by_name(tmp_path: Path) -> None:

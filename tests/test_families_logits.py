@@ -21,7 +21,7 @@ from megagrpo.weights.table import padded_vocab
 from tests.family_toys import TOYS, make_toy, toy_config, write_config
 from tests.megatron_toys import sequences
 from tests.pool import run_ranks
-from tests.tiny_models import llama3_rope, make_hf_folder
+from tests.tiny_models import hf_config, llama3_rope, make_hf_folder
 
 TOLERANCE = 1e-5  # logits reach about 3; float32 rounding is 1e-6 to 3e-6
 LENGTHS = (5, 9, 1, 40)
@@ -125,6 +125,19 @@ def test_qkv_biases_fifty_times_as_large_leave_the_logits_equal(tmp_path: Path) 
     (report,) = run_ranks(1, difference)
     assert report.max_abs_diff < 1e-4 and report.max_abs_logit > 1
     assert max(float(t.abs().max()) for n, t in tensors.items() if n.endswith(".bias")) > 10
+
+
+def test_linear_scaling_by_two_gives_position_six_the_angles_of_position_three(
+    tmp_path: Path,
+) -> None:
+    """CONV-24."""
+    plain = hf_config("llama", rope_theta=5e5)
+    scaled = plain | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    three, six = (
+        at * build.inverse_frequencies(read_shape(write_config(tmp_path, config)))
+        for at, config in ((3, plain), (6, scaled))
+    )
+    assert torch.equal(three, six)
 
 
 @pytest.mark.parametrize(

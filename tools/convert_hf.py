@@ -214,7 +214,7 @@ def verify_logits(arguments: argparse.Namespace) -> str:
 
     if arguments.dtype is not None:
         raise ValueError("--dtype has no effect with --logits, which compares in float32")
-    shape = hf_config.read_shape(arguments.hf)
+    shape = read_shape(arguments.hf)
     source = MegatronSource(arguments.megatron, shape)
     sequences = _sequences(arguments.hf, shape, arguments.prompt)
     report, layers = parity.check_checkpoint(str(arguments.hf), source, shape, sequences)

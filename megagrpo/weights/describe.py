@@ -130,18 +130,23 @@ def plan(shape: ModelShape, layout: Layout | None = None) -> list[str]:
     """Which stored tensor is made of which HuggingFace tensors; with a layout also what every rank
     gets of it, in the config's dtype. Raises ValueError if the model cannot be cut that way."""
     lines = [f"{shape.architecture}, {shape.num_layers} layers, {_name(shape.dtype)}"]
+    keys: dict[str, set[str]] = {}  # stored keys of all layers and experts
+    for name, _ in fused_rows(shape):
+        keys.setdefault(_shared(name), set()).add(stored_key(name, shape)[0])
     for name, row in fused_rows(shape):
+        alike = keys.pop(_shared(name), None)
+        if alike is None:
+            continue  # the first layer and expert speak for all
         key, place = stored_key(name, shape)
-        if any(place):
-            continue  # layer 0, expert 0 speaks for all
         stacked = stacked_shape(shape, key, fused_shape(shape, row))
         pieces = len(stored_boxes(shape, row))
-        each = ("", " a layer", " an expert")[len(place)]
-        sources = [_shared(hf.format(i="*")) if len(place) == 2 else hf for hf in row.hf]
+        each = " an expert" if ".local_experts." in name else " a layer" * len(place)
+        times = f"  x {len(alike)}" if len(alike) > 1 else ""
         lines += [
-            f"  {key}  {list(stacked)}  {size(volume(whole(stacked)) * shape.dtype.itemsize)}",
+            f"  {_shared(key)}  {list(stacked)}  "
+            f"{size(volume(whole(stacked)) * shape.dtype.itemsize)}{times}",
             f"    {row.kind}, {pieces} piece{'s' if pieces > 1 else ''}{each}, from "
-            f"{', '.join(source.format(i='*') for source in sources)}",
+            f"{', '.join(_shared(source.format(i='*')) for source in row.hf)}",
         ]
     return lines + ([] if layout is None else list(_ranks(shape, layout)))
 
@@ -160,8 +165,10 @@ def _ranks(shape: ModelShape, layout: Layout) -> Iterable[str]:
         )
         if coords.tp == 0:
             filled = valid_boxes(shape, shapes, coords.tp)
+            seen: set[str] = set()
             for name, full in shapes.items():
-                if not any(stored_key(name, shape)[1]):
+                if _shared(name) not in seen:  # the first layer and expert speak for all
+                    seen.add(_shared(name))
                     kind = kinds[NUMBER.sub("{i}", name, count=1)]
                     of = f", vocabulary padded to a multiple of {PAD_MULTIPLE}" * (name in filled)
                     yield f"    {name}  {list(full)}  {kind}{of}"
