@@ -197,6 +197,19 @@ def test_results_stand_in_submission_order_whoever_finishes_first(make: Make) ->
     assert runner.collect() == {}
 
 
+def test_a_group_stays_one_though_its_prompts_differ(make: Make) -> None:
+    """ADV-12: one group id, prompts a and b; each reward stays with its completion."""
+    seen: list[list[str]] = []
+
+    def first(prompts: list[str], completions: list[str]) -> list[float]:
+        seen.append(prompts)
+        return [float(prompt == "a") for prompt in prompts]
+
+    runner = make(first)
+    runner.submit(0, ["a", "b"], ["x", "x"], {})
+    assert totals(runner.collect()[0]) == [1.0, 0.0] and seen == [["a", "b"]]
+
+
 def test_async_rewards_of_different_groups_wait_together(make: Make) -> None:
     async def waits(prompts: list[str], completions: list[str]) -> list[float]:
         await asyncio.sleep(0.2)

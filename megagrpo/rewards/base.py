@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 Scores = Sequence[float | None]
-RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+RewardFunction = Callable[..., Scores | Sequence[float | str] | Awaitable[Scores]]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import json
 import re
 import signal
 import sys
+import time
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megagrpo import log
@@ -149,9 +150,10 @@ def run_tests(
 ) -> tuple[int, int]:
     """(passed, all) tests of the code; raises ValueError if the tests are no tests."""
     if tests.cases:
-        good = 0
+        good, end = 0, time.monotonic() + limits.seconds
         for given, expected in tests.cases:
-            good += _prints(source, given, expected, limits, confinement)
+            left = replace(limits, seconds=end - time.monotonic())
+            good += left.seconds > 0 and _prints(source, given, expected, left, confinement)
         return good, len(tests.cases)
     units = _units(tests.source, entry_point)
     with Sandbox(limits, confinement) as sandbox, _alarm(limits.seconds):

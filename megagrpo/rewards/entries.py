@@ -24,6 +24,7 @@ from megagrpo.rewards.base import (
 )
 from megagrpo.rewards.code_tests import code_tests, warn_of_open_doors
 from megagrpo.rewards.model import DEFAULT_MAX_TOKENS, RewardModel
+from megagrpo.rewards.sandbox import Limits
 from megagrpo.types import Sample
 
 
@@ -42,7 +43,7 @@ def make_spec(
         return _model_spec(config, device, release)
     function, known = load_reward(config.path), BUILT_IN.get(config.path)
     if function is code_tests:
-        warn_of_open_doors()
+        _check_code_entry(config)
     isolate = _isolation(config, function)
     is_async = inspect.iscoroutinefunction(function)
     if config.concurrency is not None and (isolate or not is_async):
@@ -62,6 +63,18 @@ def make_spec(
         retries=config.retries,
         alone=known is not None and known.alone,
     )
+
+
+def _check_code_entry(config: RewardConfig) -> None:
+    """The limits of unit tests against that of the call, and what this host cannot keep out."""
+    seconds = config.kwargs.get("seconds", Limits().seconds)
+    if isinstance(seconds, int | float) and seconds + 1 > config.timeout_s:
+        raise ValueError(
+            f"rewards: timeout_s={config.timeout_s} of {config.path} ends its worker before its "
+            f"kwargs.seconds={seconds} are over; raise timeout_s to {seconds + 1} or more"
+        )
+    if config.kwargs.get("allow_code_execution") is True:
+        warn_of_open_doors()
 
 
 def _isolation(config: RewardConfig, function: RewardFunction) -> bool:

@@ -82,9 +82,8 @@ class Sandbox:
         self._folder = tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True)
         if confinement.user is not None:
             os.chown(self._folder.name, confinement.user, confinement.user)
-        self._children = set() if confinement.alone else _children()
-        if not confinement.alone:
-            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: strays come to us
+        self._children = _children()
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to us
         self._heard = b""
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
@@ -191,8 +190,9 @@ class Sandbox:
         """End the process, its group and whatever left the group; delete the folder."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        while not self._confinement.alone and (strays := _children() - self._children):
-            for pid in strays:  # ours: the kernel gave us the orphans of that process
+        while strays := _children() - self._children:
+            # Orphans of that process; the first of a process namespace ends when all in it have.
+            for pid in strays:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         if self._process.stdout is not None:

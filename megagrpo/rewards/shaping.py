@@ -4,6 +4,7 @@ Lengths are tokens as sampled, the end-of-sequence token included. Each has a `c
 refuses wrong arguments before the run starts.
 """
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 
@@ -112,8 +113,8 @@ def repeated_ngrams(ids: Sequence[Hashable], n: int) -> tuple[int, int]:
 def _check_number(
     name: str, value: float | None, *, at_least: float | None = None, above: float | None = None
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    good = number and (at_least is None or value >= at_least) and (above is None or value > above)
-    if not good:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    low = number >= at_least if at_least is not None else above is None or number > above
+    if not low or not math.isfinite(number):
         limit = f"at least {at_least}" if above is None else f"over {above}"
         raise ValueError(f"kwargs.{name} is {value!r}; give a number {limit}")
