@@ -70,6 +70,21 @@ def test_chat_prompts_equal_the_tokenizers_own_rendering(tmp_path: Path, tokeniz
     assert found.first_rendered == found.prompts[0].text
 
 
+def test_neighbouring_messages_of_one_role_are_rendered_as_one_conversation(
+    tmp_path: Path, folder: Path
+) -> None:
+    """ADV-29: a template may join two tool messages; rendered one by one they would stay apart."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.first or m.role != loop.previtem.role %}[{{ m.role }}]"
+        "{% else %}+{% endif %}{{ m.content }}{% endfor %}"
+    )
+    chat = [{"role": role, "content": text} for role, text in (("user", "1"), ("tool", "2"))]
+    chat.append({"role": "tool", "content": "3"})
+    found = load(json_lines(tmp_path / "a.jsonl", [{"prompt": chat}]), tokenizer)
+    assert found.prompts[0].text == "[user]1[tool]2+3"
+
+
 def test_chat_templates_get_the_configured_arguments(tmp_path: Path, folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if thinking %}<think>{% endif %}"

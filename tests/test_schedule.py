@@ -85,7 +85,8 @@ def test_two_optimizer_steps_equal_plain_torch_at_every_layout(
     folders: dict[str, str],
     references: dict[str, list[Reference]],
 ) -> None:
-    """Loss, gradients, gradient norm and weights; also LOSS-26, PAR-22, PAR-24, PAR-25."""
+    """Loss, gradients, gradient norm and weights, tied and untied: LOSS-25, LOSS-26, LP-21, PAR-22,
+    PAR-24, PAR-25."""
     layout, sequence_parallel = LAYOUTS[layout_name]
     settings = build.ModelSettings(sequence_parallel=sequence_parallel)
 
@@ -316,7 +317,7 @@ def test_log_prob_passes_run_without_dropout_and_restore_the_mode(folders: dict[
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     layout: Layout, distributed: bool, folders: dict[str, str]
 ) -> None:
-    """Rule 14: the step after a skipped one is what it would have been without it."""
+    """LOSS-27, rule 14: the step after a skipped one is what it would have been without it."""
 
     def check(rank: int) -> tuple[bool, bool, bool]:
         toy = toy_on_rank(folders["qwen3"], layout)
