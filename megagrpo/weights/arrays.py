@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -41,6 +42,19 @@ class StoredArray:
     offset: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next of every dimension."""
+        sizes = [self.dtype.itemsize]
+        for length in reversed(self.shape[1:]):
+            sizes.append(sizes[-1] * length)
+        return tuple(reversed(sizes))
+
+    @cached_property
+    def whole(self) -> Box:
+        """The box that is all of it."""
+        return whole(self.shape)
 
 
 class BoxIndex(Generic[T]):
@@ -99,24 +113,26 @@ class ArrayReader:
         Raises ValueError if the file ends before, or if a value is beyond the range of the dtype;
         `name` stands in that message.
         """
-        assert tuple(out.shape) == extent(box), f"{name}: {tuple(out.shape)} for box {box}"
+        assert len(box) == len(array.shape) == out.dim(), f"{name}: {box} of {array}"
         if not out.numel():
             return
-        (start, stop), shape, offset = self._rows(array, box)
-        inner = box[len(box) - len(shape) + 1 :]
-        row = volume(whole(shape[1:])) * array.dtype.itemsize
-        at = offset + start * row
-        if inner == whole(shape[1:]) and out.is_contiguous() and out.dtype == array.dtype:
+        dim, at = 0, array.offset  # leading dimensions of which the box takes one element each
+        while dim < len(box) - 1 and box[dim][1] - box[dim][0] == 1:
+            at += box[dim][0] * array.strides[dim]
+            dim += 1
+        start, stop = box[dim]
+        row, inner = array.strides[dim], box[dim + 1 :]
+        at += start * row
+        if inner == array.whole[dim + 1 :] and out.is_contiguous() and out.dtype == array.dtype:
             self._read(_bytes(out), array.path, at)
             return
-        depth = len(box) - len(shape)
-        target = out[(0,) * depth] if depth >= 0 else out.view(1)
+        target, shape = out[(0,) * dim], array.shape[dim + 1 :]
         step = max(1, SCRATCH_BYTES // row)
         for first in range(0, stop - start, step):
             count = min(step, stop - start - first)
             rows = self._buffer(count * row)
-            self._read(_bytes(rows), array.path, at + first * row)
-            found = rows.view(array.dtype).view(count, *shape[1:])[(slice(None), *index(inner))]
+            self._read(rows.numpy().data, array.path, at + first * row)
+            found = rows.view(array.dtype).view(count, *shape)[(slice(None), *index(inner))]
             target[first : first + count].copy_(cast(found, out.dtype, name))
 
     def read(self, array: StoredArray, box: Box, name: str) -> torch.Tensor:
@@ -124,19 +140,6 @@ class ArrayReader:
         result = torch.empty(extent(box), dtype=array.dtype)
         self.fill_(result, array, box, name)
         return result
-
-    def _rows(self, array: StoredArray, box: Box) -> tuple[tuple[int, int], Sequence[int], int]:
-        """(rows wanted, shape, byte offset) of the part of the array behind the leading dimensions
-        of which the box takes one element each."""
-        shape, offset, dim = array.shape, array.offset, 0
-        if not shape:
-            return (0, 1), (1,), offset
-        size = volume(whole(shape)) * array.dtype.itemsize
-        while dim < len(shape) - 1 and box[dim][1] - box[dim][0] == 1:
-            size //= shape[dim]
-            offset += box[dim][0] * size
-            dim += 1
-        return box[dim], shape[dim:], offset
 
     def _read(self, view: memoryview, path: Path, offset: int) -> None:
         descriptor, self.bytes_read = self.descriptor(path), self.bytes_read + len(view)

@@ -1,12 +1,14 @@
 """Moves tensors block by block from a source to their planned places in files.
 
 What is written where is known before the first number is read (`Job`), so jobs may run in any order
-and in several processes. One buffer takes a block of rows, which is read, checked for NaN and
-written while it is in the processor's cache. Left out: planning, which each format's writer does.
+and in several processes. A block of rows is read, checked for NaN and written while it is in the
+processor's cache. Left out: planning, which each format's writer does.
 """
 
 import gc
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ from megagrpo.weights.slices import (
 )
 from megagrpo.weights.summary import count_nans
 
-BLOCK_BYTES = 2 << 20  # small enough to stay in the processor's cache
+BLOCK_BYTES = 1 << 20  # small enough to stay in the processor's cache
+BUFFERS = 3  # one is filled, one is written, one waits
 
 
 class FillSource(TensorSource, Protocol):
@@ -69,53 +72,100 @@ class Job:
 
 
 class Mover:
-    """Runs jobs with one pair of buffers."""
+    """Runs jobs: this thread reads, another one writes, and a few buffers go round between them.
+
+    Use it in a `with` block; leaving it waits for what is not written. Raises what either thread
+    raises, ValueError or OSError.
+    """
 
     def __init__(self, source: FillSource, written: Callable[[int], object]) -> None:
-        """`written` is told the bytes of every block."""
+        """`written` is told the bytes of every block that was handed to the writing thread."""
         self._source, self._written = source, written
-        self._writer = ArrayWriter()
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        self._piece = np.empty(0, dtype=np.uint8)
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(BUFFERS):
+            self._free.put(torch.empty(BLOCK_BYTES, dtype=torch.uint8))
+        self._filled: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
         self.nans = 0
+
+    def __enter__(self) -> "Mover":
+        """Start the writing thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Wait until everything is written; after an error, for the block at hand only."""
+        if kind is not None:
+            self._failure = self._failure or InterruptedError("the reader failed")
+        self._filled.put(None)
+        self._thread.join()
+        if kind is None and self._failure is not None:
+            raise self._failure
 
     def run(self, job: Job) -> None:
         """Move one tensor. Raises ValueError naming it if its parts do not cover it."""
         check_cover(whole(job.shape), [part.at for part in job.parts], job.name)
         size = job.dtype.itemsize
         row = volume(whole(job.shape[1:])) * size
-        places = [_Target(place, job.shape, size) for place in job.places]
+        targets = [_Target(place, job.shape, size) for place in job.places]
         for box in row_blocks(job.shape, size, BLOCK_BYTES):
             start, stop = box[0]
             nbytes = (stop - start) * row
-            if self._block.numel() < nbytes:
-                self._block = torch.empty(nbytes, dtype=torch.uint8)
-            taken = self._block[:nbytes]
-            block = taken.view(job.dtype).view(extent(box))
-            fill_parts_(block, box, job.parts, self._source)
-            self.nans += count_nans(block)
+            buffer = self._free.get()
+            if self._failure is not None:
+                raise self._failure
+            if buffer.numel() < nbytes:
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+            taken = buffer[:nbytes]
+            values = taken.view(job.dtype).view(extent(box))
+            fill_parts_(values, box, job.parts, self._source)
+            self.nans += count_nans(values)
             rows = taken.numpy().reshape(stop - start, row)
-            for place in places:
-                if place.start < stop and start < place.stop:
-                    self._store(rows, start, place)
+            self._filled.put(_Block(buffer, rows, start, targets))
             self._written(nbytes)
 
-    def close(self) -> None:
-        """Close the files; OSError if the disk refuses only now."""
-        self._writer.close()
+    def _write_all(self) -> None:
+        """The writing thread: until it is told to end."""
+        writer, piece = ArrayWriter(), np.empty(0, dtype=np.uint8)
+        while (block := self._filled.get()) is not None:
+            try:
+                if self._failure is None:
+                    piece = block.store(writer, piece)
+            except OSError as error:
+                self._failure = error
+            self._free.put(block.buffer)
+        try:
+            writer.close()
+        except OSError as error:
+            self._failure = self._failure or error
 
-    def _store(self, rows: np.ndarray, start: int, place: "_Target") -> None:
-        """Write what of the block's rows (their first is `start`) belongs to the place."""
-        first = max(start, place.start)
-        rows = rows[first - start : place.stop - start]
-        if place.columns is not None:
-            cut = rows[:, place.columns]
-            if self._piece.size < cut.size:
-                self._piece = np.empty(cut.size, dtype=np.uint8)
-            rows = self._piece[: cut.size].reshape(cut.shape)
-            np.copyto(rows, cut)
-        at = place.offset + (first - place.start) * place.row
-        self._writer.write(place.path, at, rows.reshape(-1).data)
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of a tensor on their way to a file."""
+
+    buffer: torch.Tensor  # which holds them
+    rows: np.ndarray  # [rows, bytes of a row]
+    start: int  # the first row's number
+    targets: Sequence["_Target"]
+
+    def store(self, writer: ArrayWriter, piece: np.ndarray) -> np.ndarray:
+        """Write the rows wherever they belong; `piece` is scratch, the return value the next."""
+        stop = self.start + len(self.rows)
+        for target in self.targets:
+            if target.start >= stop or self.start >= target.stop:
+                continue
+            first = max(self.start, target.start)
+            rows = self.rows[first - self.start : target.stop - self.start]
+            if target.columns is not None:
+                cut = rows[:, target.columns]
+                piece = piece if piece.size >= cut.size else np.empty(cut.size, dtype=np.uint8)
+                rows = piece[: cut.size].reshape(cut.shape)
+                np.copyto(rows, cut)
+            at = target.offset + (first - target.start) * target.row
+            writer.write(target.path, at, rows.reshape(-1).data)
+        return piece
 
 
 class _Target:

@@ -40,10 +40,9 @@ def run_jobs(jobs: Sequence[Job], source: FillSource, workers: int, progress: Pr
 
 
 def _run_all(jobs: Sequence[Job], source: FillSource, moved: Callable[[int], object]) -> int:
-    mover = Mover(source, moved)
-    for job in jobs:
-        mover.run(job)
-    mover.close()
+    with Mover(source, moved) as mover:
+        for job in jobs:
+            mover.run(job)
     return mover.nans
 
 
