@@ -3,7 +3,8 @@
 A rollout keeps every group that was generated, those that are not trained too: statistics and
 accounts are about all of them. Ids are integers and log-probs are written with the shortest digits
 that read back to the same float, so a loaded sample equals the dumped one. Left out: columns that
-JSON does not know (dates, bytes) come back as their text, tuples as lists.
+JSON does not know (dates, bytes) come back as their text, tuples as lists; a chat comes back as its
+rendered text alone.
 """
 
 import json
