@@ -7,7 +7,7 @@ others the mismatch alarm says how far the policy has left the one that sampled.
 of prompts, which moves on by one batch a step and is not used.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,11 +38,14 @@ class NoCollector:
 
     gather: Callable[[Any], list[Any]]  # an object of every rank, on every rank; all ranks join
     rewards: RewardRunner = field(default_factory=lambda: RewardRunner(()))
-    tracebacks: Mapping[str, str] = field(default_factory=dict)  # no reward is called
 
     def collect(self, *request: Any) -> list[Sample]:
         """Never called; says so."""
         raise AssertionError("a replay generates nothing")
+
+    def tracebacks(self) -> list[dict[str, str]]:
+        """None: no reward is called."""
+        return []
 
 
 @dataclass(frozen=True)
