@@ -32,7 +32,7 @@ from megagrpo.weights.slices import (
 )
 from megagrpo.weights.summary import count_nans
 
-BLOCK_BYTES = 1 << 20  # small enough to stay in the processor's cache
+BLOCK_BYTES = 2 << 20  # small enough to stay in the processor's cache
 BUFFERS = 3  # one is filled, one is written, one waits
 
 

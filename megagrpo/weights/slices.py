@@ -43,7 +43,7 @@ class Part:
 
 def extent(box: Box) -> tuple[int, ...]:
     """Length per dimension."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def volume(box: Box) -> int:
@@ -56,12 +56,12 @@ def volume(box: Box) -> int:
 
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor of this shape."""
-    return tuple((0, size) for size in shape)
+    return tuple([(0, size) for size in shape])
 
 
 def index(box: Box) -> tuple[slice, ...]:
     """The box as a tensor index."""
-    return tuple(slice(start, stop) for start, stop in box)
+    return tuple([slice(start, stop) for start, stop in box])
 
 
 def intersect(left: Box, right: Box) -> Box | None:
@@ -79,8 +79,10 @@ def intersect(left: Box, right: Box) -> Box | None:
 def translate(box: Box, origin: Box, target: Box) -> Box:
     """Move `box` as the corner of `origin` moves onto the corner of `target`."""
     return tuple(
-        (start - a + c, stop - a + c)
-        for (start, stop), (a, _), (c, _) in zip(box, origin, target, strict=True)
+        [
+            (start - a + c, stop - a + c)
+            for (start, stop), (a, _), (c, _) in zip(box, origin, target, strict=True)
+        ]
     )
 
 
