@@ -317,6 +317,19 @@ def test_norms_of_queries_over_all_heads_are_refused_by_name_and_shape(tmp_path:
         hf_to_megatron(hf, tmp_path / "megatron", read_shape(hf))
 
 
+def test_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    """CONV-40: no base is ever merged; neither a folder of an adapter nor its tensors convert."""
+    hf = Path(make_hf_folder(tmp_path / "hf", "qwen3"))
+    tensors = load_file(hf / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.lora_A.weight"
+    save_file(tensors | {name: torch.ones(8, 64)}, hf / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"unknown \[{name}\]"):
+        hf_to_megatron(hf, tmp_path / "megatron", read_shape(hf))
+    (hf / "config.json").rename(hf / "adapter_config.json")
+    with pytest.raises(ValueError, match="has no config.json"):
+        read_shape(hf)
+
+
 def test_training_refuses_what_only_converts_by_name(tmp_path: Path) -> None:
     """Families without invariance tests: the message says what is possible instead."""
     for name in TOYS:
