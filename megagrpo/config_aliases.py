@@ -180,18 +180,41 @@ ALIASES = (
     Alias("log.wandb", ("trainer.project_name", "trainer.logger"), ("report_to",)),
     Alias("log.num_samples", ("trainer.log_val_generations",), ("num_completions_to_print",)),
 )
+_VLLM = "vLLM always generates, in the trainer's processes"
+_PACKED = "data.max_tokens_per_microbatch packs the sequences of every pass by tokens"
 ABSENT = {
     "trainer.n_gpus_per_node": "torchrun's --nproc-per-node says it",
     "trainer.nnodes": "torchrun's --nnodes says it",
+    "trainer.experiment_name": "trainer.run_dir names a run",
+    "trainer.critic_warmup": "GRPO has no critic",
     "critic": "GRPO has no critic",
-    "use_vllm": "vLLM always generates, in the trainer's processes",
-    "vllm_mode": "vLLM always generates, in the trainer's processes",
-    f"{_ROLLOUT}name": "vLLM always generates, in the trainer's processes",
+    "algorithm.gamma": "one reward per completion is never discounted",
+    "algorithm.lam": "GRPO has no critic",
+    "use_vllm": _VLLM,
+    "vllm_mode": _VLLM,
+    f"{_ROLLOUT}name": _VLLM,
+    f"{_ROLLOUT}mode": _VLLM,
+    f"{_ROLLOUT}calculate_log_probs": "the engine's log-probs are always taken",
+    f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu": _PACKED,
+    "actor_rollout_ref.model.use_remove_padding": _PACKED,
+    f"{_ACTOR}use_dynamic_bsz": _PACKED,
+    f"{_ACTOR}strategy": "Megatron is the only one",
+    f"{_ACTOR}optim.lr_warmup_steps_ratio": "optim.warmup_steps counts optimizer steps",
+    "warmup_ratio": "optim.warmup_steps counts optimizer steps",
+    "data.reward_fn_key": "every column of the data reaches the rewards",
+    "remove_unused_columns": "every column of the data reaches the rewards",
+    "data.shuffle": "prompts are always shuffled, by data.shuffle_seed",
+    "shuffle_dataset": "prompts are always shuffled, by data.shuffle_seed",
+    "custom_reward_function.name": "rewards.path holds both, as file.py:function",
+    "reward_model.overlong_buffer": "the built-in reward soft_overlong does it",
     "repetition_penalty": "the trainer scores the unfiltered distribution",
+    "sync_ref_model": "the reference stays as it is",
+    "logging_steps": "every step is logged",
     "bf16": "model.dtype says it",
     "fp16": "model.dtype says it",
 }
 """Keys of theirs without one of ours, and why."""
+_THEIR_SECTIONS = ("actor_rollout_ref", "custom_reward_function", "reward_model")
 
 
 def explain(unknown: str) -> str | None:
@@ -215,6 +238,8 @@ def explain(unknown: str) -> str | None:
     is_ours = any(row.ours.rpartition(".")[2] == last for row in ALIASES)
     if last in by_trl and not is_ours:
         return _say("TRL", last, by_trl[last])
+    if unknown.partition(".")[0] in _THEIR_SECTIONS:
+        return "nothing here answers to this key of verl's; --help-all shows every key"
     return None
 
 

@@ -71,6 +71,18 @@ def test_a_key_that_nothing_here_needs_says_why(theirs: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "theirs",
+    ["actor_rollout_ref.rollout.enforce_eager", "actor_rollout_ref.actor.fsdp_config.offload",
+     "reward_model.launch_reward_fn_async", "custom_reward_function.other"],
+)  # fmt: skip
+def test_a_key_of_a_section_of_verl_s_is_never_sent_to_a_key_that_only_looks_alike(
+    theirs: str,
+) -> None:
+    said = refusal([f"{theirs}=1"])
+    assert "verl's" in said and "nearest known key" not in said and "is '" not in said
+
+
+@pytest.mark.parametrize(
     ("typo", "nearest"),
     [("optim.bets", "optim.betas"), ("loss.clip_hihg", None), ("rewards_path", None),
      ("reward.path", None), ("model.pth", "model.path")],
