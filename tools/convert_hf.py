@@ -1,14 +1,14 @@
 """Convert between HuggingFace folders and Megatron-Core checkpoints, look into both, compare them.
 
-    python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--format torch --tp T --pp P]
+    python tools/convert_hf.py hf2megatron --hf DIR --out DIR [--format torch --tp T --pp P --ep E]
     python tools/convert_hf.py megatron2hf --megatron DIR --out DIR [--hf-template DIR]
     python tools/convert_hf.py verify --hf DIR --megatron DIR [--logits]
     python tools/convert_hf.py inspect DIR [--keys]
     python tools/convert_hf.py plan --hf DIR [--tp T --pp P]
 
-Arguments and messages only; the work is in `megagrpo/weights/`. One process, no model, no process
-group (but for `verify --logits`, which runs both models). A wrong input ends with one line
-"error: ..." and exit status 2, nothing written; a difference that `verify` finds is exit status 1.
+Arguments and messages only; the work is in `megagrpo/weights/`. No model, no process group (but for
+`verify --logits`, which runs both models). A wrong input ends with one line "error: ..." and exit
+status 2, nothing written; a difference that `verify` finds is exit status 1.
 """
 
 import argparse
@@ -17,13 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from megagrpo import log
 from megagrpo.model import hf_config
 from megagrpo.model.hf_config import DTYPES, hf_folder
-from megagrpo.parallel import platform
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights import describe
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
@@ -31,12 +29,6 @@ from megagrpo.weights.table import PROFILES
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-PROMPTS = (
-    "The capital of France is",
-    "def add(a, b):\n    return",
-    "17 + 25 = 42, because 10 + 20 = 30 and 7 + 5 = 12.",
-)
 EXIT_CODES = "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk"
 
 
@@ -79,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     look.add_argument("--keys", action="store_true", help="a line per tensor, not per kind")
     show = commands.add_parser("plan", help="what would go where; reads the config only")
     show.add_argument("--hf", type=Path, required=True, help="HuggingFace folder or config.json")
-    show.add_argument("--tp", type=int, help="tensor ranks, to see every rank's part")
-    show.add_argument("--pp", type=int, help="pipeline stages, to see every rank's part")
+    show.add_argument("--tp", type=_count, help="tensor ranks, to see every rank's part")
+    show.add_argument("--pp", type=_count, help="pipeline stages, to see every rank's part")
     return result
 
 
@@ -94,8 +86,14 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         default="torch_dist",
         help="torch_dist loads at any layout (default); torch is a file per rank, mp_rank_*",
     )
-    there.add_argument("--tp", type=int, help="tensor ranks; only with --format torch")
-    there.add_argument("--pp", type=int, help="pipeline stages; only with --format torch")
+    there.add_argument("--tp", type=_count, help="tensor ranks; only with --format torch")
+    there.add_argument("--pp", type=_count, help="pipeline stages; only with --format torch")
+    there.add_argument(
+        "--vpp", type=_count, help="virtual stages of each pipeline rank; only with --format torch"
+    )
+    there.add_argument(
+        "--ep", type=_count, help="ranks that share the experts; only with --format torch"
+    )
     there.add_argument(
         "--profile",
         choices=PROFILES,
@@ -126,6 +124,13 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     for command in (there, back):
         _add_dtype(command, "cast every tensor; default: each keeps its own")
+        command.add_argument(
+            "--workers",
+            type=_count,
+            default=1,
+            metavar="N",
+            help="processes that share the tensors; each takes a few MB of memory (default 1)",
+        )
         command.epilog = EXIT_CODES
 
 
@@ -139,6 +144,12 @@ def _nbytes(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no such number; write 1 or more")
+    return int(text)
 
 
 class Bar:
@@ -171,7 +182,7 @@ def run(arguments: argparse.Namespace) -> str:
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.command == "verify":
         if arguments.logits:
-            return verify_logits(arguments)
+            return _verify_logits(arguments)
         for name in ("prompt", "tolerance"):
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--{name} has no effect without --logits; leave it out")
@@ -188,6 +199,9 @@ def run(arguments: argparse.Namespace) -> str:
                 bar,
                 profile=arguments.profile,
                 legacy=_legacy(arguments),
+                vpp=arguments.vpp or 1,
+                ep=arguments.ep or 1,
+                workers=arguments.workers,
             )
         else:
             template = arguments.config
@@ -201,58 +215,21 @@ def run(arguments: argparse.Namespace) -> str:
                 dtype,
                 arguments.shard_size,
                 bar,
+                workers=arguments.workers,
             )
     finally:
         bar.close()
     return f"wrote {arguments.out}: {summary}"
 
 
-def verify_logits(arguments: argparse.Namespace) -> str:
-    """What `verify --logits` says; raises Different if the two disagree beyond the tolerance."""
-    from megagrpo.model import parity  # megatron and transformers take seconds to import
-    from megagrpo.weights.megatron_io import MegatronSource
+def _verify_logits(arguments: argparse.Namespace) -> str:
+    from megagrpo.model.logits_check import check_logits  # its imports take seconds
 
     if arguments.dtype is not None:
         raise ValueError("--dtype has no effect with --logits, which compares in float32")
-    shape = read_shape(arguments.hf)
-    source = MegatronSource(arguments.megatron, shape)
-    sequences = _sequences(arguments.hf, shape, arguments.prompt)
-    report, layers = parity.check_checkpoint(str(arguments.hf), source, shape, sequences)
-    worst = max(layers, key=lambda layer: layer.relative)
-    lines = [
-        f"layer {layer.layer}: largest difference {layer.max_abs_diff:.2e} of "
-        f"{layer.max_abs_value:.2e}{'  <- worst' if layer is worst else ''}"
-        for layer in layers
-    ]
-    share = report.max_abs_diff / report.max_abs_logit
-    lines.append(
-        f"logits: largest difference {report.max_abs_diff:.2e} of {report.max_abs_logit:.2e} "
-        f"({share:.1e}) over {report.tokens} tokens, at position {report.position} of prompt "
-        f"{report.sequence}; worst layer {worst.layer}"
-    )
     tolerance = 1e-4 if arguments.tolerance is None else arguments.tolerance
-    if not share <= tolerance:  # NaN too
-        raise Different("\n".join([*lines, f"{share:.1e} is over the tolerance {tolerance:.1e}"]))
-    return "\n".join(lines)
-
-
-def _sequences(hf: Path, shape: ModelShape, texts: Sequence[str] | None) -> list[list[int]]:
-    """Token ids to run: of the texts, or random ones where there is no tokenizer."""
-    if texts is None and not any((hf / name).is_file() for name in TOKENIZER_FILES):
-        generator = torch.Generator().manual_seed(0)
-        return [
-            torch.randint(shape.vocab_size, (length,), generator=generator).tolist()
-            for length in (5, 17, 40)
-        ]
-    from megagrpo.data.prompts import load_tokenizer
-
-    platform.mask_broken_media_packages()
-    tokenizer = load_tokenizer(hf)
-    found = [tokenizer(text)["input_ids"][: shape.max_positions] for text in texts or PROMPTS]
-    for ids, text in zip(found, texts or PROMPTS, strict=True):
-        if not ids or max(ids) >= shape.vocab_size:
-            raise ValueError(f"prompt {text!r} gives no token ids of the model; use another")
-    return found
+    shape = read_shape(arguments.hf)
+    return check_logits(arguments.hf, arguments.megatron, shape, arguments.prompt, tolerance)
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -263,7 +240,7 @@ def read_shape(path: Path) -> ModelShape:
 def _legacy(arguments: argparse.Namespace) -> Layout | None:
     if arguments.format == "torch":
         return _layout(arguments) or Layout(world=1)
-    for name in ("tp", "pp"):
+    for name in ("tp", "pp", "vpp", "ep"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} has no effect with --format torch_dist; leave it out")
     return None
@@ -273,8 +250,6 @@ def _layout(arguments: argparse.Namespace) -> Layout | None:
     if arguments.tp is None and arguments.pp is None:
         return None
     tp, pp = arguments.tp or 1, arguments.pp or 1
-    if tp < 1 or pp < 1:
-        raise ValueError(f"--tp {tp} --pp {pp}: both count from 1")
     return Layout(world=tp * pp, tp=tp, pp=pp)
 
 
