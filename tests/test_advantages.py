@@ -239,3 +239,32 @@ def test_tensors_are_keyword_only():
     """CFG-10."""
     with pytest.raises(TypeError):
         group_advantages(torch.zeros(2), torch.zeros(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(("spread", "flat"), [(1e-8, True), (1.1e-8, False)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_a_spread_of_exactly_the_tolerance_is_flat_and_a_larger_one_is_not(spread, flat, scale):
+    """ADV-8, rule 1: max - min <= 1e-8 * max(1, max |r|); the largest |r| is the scale here."""
+    rewards = [-scale, spread * scale - scale] if scale > 1 else [0.0, spread]
+    if scale > 1 and flat:  # the difference of two large numbers is not exactly the tolerance
+        rewards[1] = math.nextafter(rewards[1], -math.inf)
+    result = group_advantages(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        groups=torch.zeros(2, dtype=torch.int64),
+        valid=torch.ones(2, dtype=torch.bool),
+    )
+    assert result.flat.tolist() == [flat, flat]
+    assert result.zero_variance_count == int(flat)
+    assert (result.advantages == 0).all() == flat
+
+
+def test_the_clipped_share_is_of_rows_with_a_reward():
+    """Of three rated rows one is over the bound; a missing and a rejected one do not count."""
+    result = group_advantages(
+        rewards=torch.tensor([3.0, 0.0, 0.0, math.nan, 5.0], dtype=torch.float64),
+        groups=torch.zeros(5, dtype=torch.int64),
+        valid=torch.tensor([True] * 4 + [False]),
+        clip=1.0,
+    )
+    assert result.advantages.tolist() == pytest.approx([1, -0.57735, -0.57735, 0, 0], abs=1e-5)
+    assert result.clipped_share == pytest.approx(1 / 3, abs=1e-15)

@@ -168,3 +168,17 @@ def test_wrong_names_and_shapes_are_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         combined_advantages(**call | change)
+
+
+@pytest.mark.parametrize("combine", BOTH)
+def test_the_clip_bounds_the_result_of_either_order_and_only_rated_rows_count(combine):
+    """Advantages of (3, 0, 0, 0) are (1.5, -0.5, -0.5, -0.5); the fifth row is rejected."""
+    result = _run(
+        [[3, 0, 0, 0, 9], [0, 0, 0, 0, 9]],
+        groups=[0, 0, 0, 0, 0],
+        valid=[True] * 4 + [False],
+        combine=combine,
+        clip=1.0,
+    )
+    assert result.advantages.tolist() == pytest.approx([1.0, -0.5, -0.5, -0.5, 0.0], abs=1e-6)
+    assert result.clipped_share == 0.25
