@@ -77,7 +77,7 @@ def test_benchmark_prints_both_directions_next_to_the_plain_copy(
     assert main(["--gigabytes", "0.17", "--repeats", "1", "--scratch", str(tmp_path)]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == "0.17 GB of weights, largest tensor 67 MB"
-    peaks = {row[:12].strip(): float(row.split()[-1]) for row in rows}
+    peaks = {row[:14].strip(): float(row.split()[-1]) for row in rows}
     assert list(peaks) == ["plain copy", "hf2megatron", "megatron2hf"]
     assert peaks["plain copy"] > 2
     assert 0 < max(peaks["hf2megatron"], peaks["megatron2hf"]) < 3

@@ -1,12 +1,13 @@
 """Measure the converter against a plain copy of the same bytes through the safetensors library.
 
-    python tools/bench_convert.py [--gigabytes 1] [--repeats 3] [--scratch DIR]
+    python tools/bench_convert.py [--gigabytes 1] [--repeats 3] [--workers 2] [--scratch DIR]
 
 Makes a random bfloat16 model, then takes turns: plain copy (load_file, save_file), hf2megatron,
-megatron2hf. Each step runs in a forked process, and counts from the point where a small model went
-through once. The best of the repeats is printed, because whatever else runs on the machine only
-slows a step down; CPU seconds are printed too, since they suffer least from that. Files stay in the
-page cache: this measures the converter, not the disk. Linux only (/proc).
+megatron2hf; both again with several workers if asked. Each step runs in a forked process, and
+counts from the point where a small model went through once. The best of the repeats is printed,
+because whatever else runs on the machine only slows a step down; CPU seconds are printed too, since
+they suffer least from that (they and the memory are without those of worker processes). Files stay
+in the page cache: this measures the converter, not the disk. Linux only (/proc).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +100,25 @@ def plain_copy(hf: Path, scratch: Path) -> None:
     save_file(load_file(hf / SINGLE), scratch / "copy.safetensors", metadata={"format": "pt"})
 
 
-def to_megatron(hf: Path, scratch: Path) -> None:
+def to_megatron(hf: Path, scratch: Path, workers: int = 1) -> None:
     """Import into `scratch`."""
-    hf_to_megatron(hf, scratch / "megatron", read_shape(hf))
+    out = scratch / f"megatron{workers}"
+    hf_to_megatron(hf, out, read_shape(hf), workers=workers)
 
 
-def to_hf(hf: Path, scratch: Path) -> None:
+def to_hf(hf: Path, scratch: Path, workers: int = 1) -> None:
     """Export what the import left."""
-    megatron_to_hf(scratch / "megatron", scratch / "back", read_shape(hf), scratch / "megatron/hf")
+    megatron, out = scratch / "megatron1", scratch / f"back{workers}"
+    megatron_to_hf(megatron, out, read_shape(hf), megatron / "hf", workers=workers)
 
 
-STEPS: dict[str, Callable[[Path, Path], None]] = {
-    "plain copy": plain_copy,
-    "hf2megatron": to_megatron,
-    "megatron2hf": to_hf,
-}
+def steps(workers: int) -> dict[str, Callable[[Path, Path], None]]:
+    """What is measured in every turn, in order; with several workers also without."""
+    found = {"plain copy": plain_copy, "hf2megatron": to_megatron, "megatron2hf": to_hf}
+    if workers > 1:
+        found[f"hf2megatron x{workers}"] = partial(to_megatron, workers=workers)
+        found[f"megatron2hf x{workers}"] = partial(to_hf, workers=workers)
+    return found
 
 
 def memory(field: str) -> int:
@@ -146,9 +152,9 @@ def in_child(work: Callable[[], Any]) -> Any:
         process.join()
 
 
-def measured(name: str, hf: Path, toy: Path, scratch: Path) -> Measurement:
+def measured(step: Callable[[Path, Path], None], hf: Path, toy: Path, scratch: Path) -> Measurement:
     """One step on the model at `hf`, in a forked process."""
-    step, warm = STEPS[name], scratch / "toy"
+    warm = scratch / "toy"
     found = in_child(lambda: measure(lambda: step(hf, scratch), lambda: step(toy, warm)))
     return Measurement(*found)
 
@@ -157,6 +163,16 @@ def clear(scratch: Path) -> None:
     """A fresh place for the next turn."""
     shutil.rmtree(scratch, ignore_errors=True)
     (scratch / "toy").mkdir(parents=True)
+
+
+def forget(scratch: Path) -> None:
+    """Remove what a step wrote, but for the checkpoint that exports read: else the system would
+    make the last steps of a turn wait for the disk."""
+    for path in scratch.iterdir():
+        if path.name == "copy.safetensors":
+            path.unlink()
+        elif path.name not in ("toy", "megatron1"):
+            shutil.rmtree(path)
 
 
 def best(turns: Sequence[Measurement]) -> Measurement:
@@ -173,32 +189,34 @@ def table(results: dict[str, Measurement], nbytes: int, largest: int) -> str:
     plain = results["plain copy"]
     lines = [
         f"{nbytes / 1e9:.2f} GB of weights, largest tensor {largest / 1e6:.0f} MB",
-        f"{'':12} {'seconds':>8} {'GB/s':>6} {'x copy':>7} {'CPU s':>7} {'x copy':>7} "
+        f"{'':14} {'seconds':>8} {'GB/s':>6} {'x copy':>7} {'CPU s':>7} {'x copy':>7} "
         f"{'peak MB':>8} {'x largest':>10}",
     ]
     for name, found in results.items():
         lines.append(
-            f"{name:12} {found.seconds:8.2f} {nbytes / found.seconds / 1e9:6.2f} "
+            f"{name:14} {found.seconds:8.2f} {nbytes / found.seconds / 1e9:6.2f} "
             f"{plain.seconds / found.seconds:7.2f} {found.cpu:7.2f} {plain.cpu / found.cpu:7.2f} "
             f"{found.peak / 1e6:8.0f} {found.peak / largest:10.2f}"
         )
     return "\n".join(lines)
 
 
-def run(gigabytes: float, repeats: int, parent: Path | None) -> str:
+def run(gigabytes: float, repeats: int, parent: Path | None, workers: int = 1) -> str:
     """Measure; returns the table. Raises ValueError for a size that is too small."""
     layers = layers_for(int(gigabytes * 1e9))
     with tempfile.TemporaryDirectory(prefix="bench_convert_", dir=parent) as name:
         hf, toy, scratch = (Path(name) / part for part in ("hf", "toy", "scratch"))
         in_child(lambda: write_model(hf, config_of(layers, HIDDEN, VOCAB)))
         in_child(lambda: write_model(toy, config_of(2, hidden=64, vocab=512)))
-        turns: dict[str, list[Measurement]] = {step: [] for step in STEPS}
+        todo = steps(workers)
+        turns: dict[str, list[Measurement]] = {name: [] for name in todo}
         for _ in range(repeats):
             clear(scratch)
-            for step, found in turns.items():
-                found.append(measured(step, hf, toy, scratch))
+            for name, step in todo.items():
+                turns[name].append(measured(step, hf, toy, scratch))
+                forget(scratch)
         sizes = [volume(whole(i.shape)) * i.dtype.itemsize for i in HFSource(hf).tensors()]
-        results = {step: best(found) for step, found in turns.items()}
+        results = {name: best(found) for name, found in turns.items()}
         return table(results, sum(sizes), max(sizes))
 
 
@@ -208,9 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the random model")
     parser.add_argument("--repeats", type=int, default=3, help="turns; the best counts")
     parser.add_argument("--scratch", type=Path, help="where files go; default: the temporary one")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--workers", type=int, default=1, help="also with so many processes")
+    given = parser.parse_args(argv)
     try:
-        sys.stdout.write(run(arguments.gigabytes, arguments.repeats, arguments.scratch) + "\n")
+        said = run(given.gigabytes, given.repeats, given.scratch, given.workers)
+        sys.stdout.write(said + "\n")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from megagrpo.types import Box
@@ -30,7 +31,7 @@ from megagrpo.weights.slices import (
 
 T = TypeVar("T")
 
-SCRATCH_BYTES = 1 << 19  # of rows that are read to take some of their columns, or to be cast
+SCRATCH_BYTES = 1 << 20  # of rows that are read to take some of their columns, or to be cast
 OPEN_FILES = 64
 
 
@@ -92,7 +93,7 @@ class ArrayReader:
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = np.empty(0, dtype=np.uint8)
         self.bytes_read = 0  # of arrays, since the start
         weakref.finalize(self, _close, self._open)
 
@@ -130,10 +131,17 @@ class ArrayReader:
         step = max(1, SCRATCH_BYTES // row)
         for first in range(0, stop - start, step):
             count = min(step, stop - start - first)
-            rows = self._buffer(count * row)
-            self._read(rows.numpy().data, array.path, at + first * row)
-            found = rows.view(array.dtype).view(count, *shape)[(slice(None), *index(inner))]
-            target[first : first + count].copy_(cast(found, out.dtype, name))
+            if self._scratch.size < count * row:
+                self._scratch = np.empty(count * row, dtype=np.uint8)
+            rows = self._scratch[: count * row]
+            self._read(rows.data, array.path, at + first * row)
+            part = target[first : first + count]
+            if len(shape) == 1 and out.dtype == array.dtype and part.stride(1) == 1:
+                left, right = (edge * array.dtype.itemsize for edge in inner[0])
+                np.copyto(part.view(torch.uint8).numpy(), rows.reshape(count, row)[:, left:right])
+                continue
+            found = torch.from_numpy(rows).view(array.dtype).view(count, *shape)
+            part.copy_(cast(found[(slice(None), *index(inner))], out.dtype, name))
 
     def read(self, array: StoredArray, box: Box, name: str) -> torch.Tensor:
         """That box as a new tensor of the array's dtype."""
@@ -148,11 +156,6 @@ class ArrayReader:
             if not count:
                 raise ValueError(f"{path} ended while it was read")
             view, offset = view[count:], offset + count
-
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[:nbytes]
 
 
 class ArrayWriter:
