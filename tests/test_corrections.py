@@ -117,6 +117,32 @@ def test_bounds_are_inclusive(mode, dtype):
         assert weights.item() == pytest.approx(ratio, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask", "geometric_mask"])
+def test_a_ratio_that_is_a_bound_but_for_rounding_stays_and_one_beyond_goes(mode, dtype):
+    """OFF-3 at other numbers: every bound b of 1.01, 1.02, ... 5, log-probs down to -14 nats."""
+    bounds = torch.arange(101, 501, dtype=torch.float64) / 100
+    for old in (-0.1, -1.0, -3.3, -14.0):
+        for bound in bounds.tolist():
+            for settings, diff in (
+                (CorrectionSettings(mode, None, bound), math.log(bound)),
+                (CorrectionSettings(mode, 1 / bound, None), -math.log(bound)),
+            ):
+                kept = []
+                for beyond in (1.0, 1.0 + 1e-3):
+                    pair = torch.tensor([old, old - beyond * diff], dtype=torch.float64).to(dtype)
+                    found = correction_weights(
+                        old_logprobs=pair[:1],
+                        rollout_logprobs=pair[1:],
+                        mask=torch.ones(1),
+                        sequence=torch.zeros(1, dtype=torch.int64),
+                        num_sequences=1,
+                        settings=settings,
+                    )
+                    kept.append(found.weights.item() > 0)
+                assert kept == [True, False], (old, bound, settings)
+
+
 def test_an_absent_lower_bound_is_no_bound():
     """OFF-3: None is not 0, and neither bound is invented."""
     for mode in MODES:
@@ -328,6 +354,20 @@ def test_off_policy_mask_compares_the_engine_with_the_current_policy(threshold, 
         threshold=threshold,
     )
     assert keep.tolist() == expected
+
+
+def test_a_mean_of_exactly_the_threshold_keeps_the_sequence():
+    """OFF-9: dropped is what is over it; binary fractions, so nothing is rounded."""
+    call = {
+        "logprobs": torch.tensor([-1.0, -1.5]),
+        "rollout_logprobs": torch.tensor([-1.0, -1.0]),
+        "advantages": torch.tensor([-1.0]),
+        "mask": torch.ones(2),
+        "sequence": torch.zeros(2, dtype=torch.int64),
+        "num_sequences": 1,
+    }
+    assert off_policy_keep(threshold=0.25, **call).tolist() == [True]
+    assert off_policy_keep(threshold=0.2421875, **call).tolist() == [False]
 
 
 def test_off_policy_mask_reads_neither_masked_tokens_nor_empty_sequences():

@@ -167,8 +167,8 @@ def _bounded(ratio: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
     """The mode's truncation or mask."""
     if settings.mode.endswith("truncate"):
         return ratio.clamp(settings.low, settings.high)
-    # A ratio that is the bound but for the rounding of exp and of the difference is inside.
-    slack = 4 * torch.finfo(ratio.dtype).eps
+    # A ratio that is the bound but for the rounding of exp and of the log-probs is inside.
+    slack = 16 * torch.finfo(ratio.dtype).eps  # log-probs down to -16 nats
     low = -torch.inf if settings.low is None else settings.low * (1 - slack)
     high = torch.inf if settings.high is None else settings.high * (1 + slack)
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
