@@ -20,7 +20,7 @@ from megagrpo.config_file import EVALUATION_NEEDS, load_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 2 a mistake of the user, 1 a failure."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     _set_environment()
     rank = int(os.environ.get("RANK", "0"))
     log.setup(rank)
@@ -36,6 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error(f"error: {' '.join(str(error).split())}", all_ranks=speaks)
         return 2
     return status
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; `section.key=value` words may stand before and after options, which argparse
+    alone takes for unknown."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    takes_words = "overrides" in arguments
+    unknown = [word for word in rest if not takes_words or word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -189,6 +189,21 @@ def test_a_mistake_on_another_host_is_said_by_its_first_rank(
     assert capfd.readouterr().err.count("[rank 8] error: ") == times
 
 
+def test_words_stand_before_and_after_options_and_what_is_neither_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.yaml").write_text("optim: {lr: 1.0e-5}\n")
+    between = ["train", "model.path=x", "--config", str(tmp_path / "few.yaml")]
+    assert main([*between, "data.train=y", "rollout.gruop_size=3"]) == 2
+    assert "unknown key 'rollout.gruop_size' in override" in capfd.readouterr().err
+    assert main([*between, "data.train=y"]) == 2
+    assert "rewards is empty" in capfd.readouterr().err  # both paths were read
+    for wrong in (["train", "a=1", "--confg", "b"], ["report", str(tmp_path), "optim.lr=1"]):
+        with pytest.raises(SystemExit) as left:
+            main(wrong)
+        assert left.value.code == 2 and wrong[-1] in capfd.readouterr().err
+
+
 def test_unwritable_run_folder_is_refused(
     place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
