@@ -110,6 +110,23 @@ def test_no_further_batch_is_generated_once_the_step_is_full() -> None:
     assert len(engine.asked) == 1 and not rollout.dropped
 
 
+def test_every_further_batch_is_of_further_prompts() -> None:
+    """Not of those again that gave no signal."""
+    drawn, asked = iter(range(4, 100, 4)), list[list[int]]()
+    engine = Engine(usable([1, 2, 3]))
+
+    def draw_more() -> list[Prompt]:
+        start = next(drawn)
+        return [replace(one, index=start + one.index) for one in prompts(4)]
+
+    def generate(batch: Sequence[Prompt], first_group: int) -> list[Sample]:
+        asked.append([prompt.index for prompt in batch])
+        return engine(batch, first_group)
+
+    Refill(4, 3, True, groups_with_signal(KEEP)).fill(1, prompts(4), draw_more, generate)
+    assert asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 def test_flat_is_decided_by_the_spread_in_float64_not_by_the_mean() -> None:
     """ADV-20: (0.5, 0.5) is dropped, (0.5, 0.5001) stays; ADV-8: so is 0.1 seven times; ADV-10 and
     ADV-5: single and unrated groups have no signal."""
