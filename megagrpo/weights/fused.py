@@ -10,7 +10,7 @@ import re
 from megagrpo.types import Box, Coordinates, Layout, ModelShape
 from megagrpo.weights.rows import Row, rows
 from megagrpo.weights.slices import Slice, whole
-from megagrpo.weights.table import cut_axis, expand, fused_shape, placed_rows
+from megagrpo.weights.table import cut_axis, expand, fused_shape, padded_vocab, placed_rows
 
 EXPERT_KEY = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.")
 LAYER_KEY = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -42,7 +42,8 @@ def stored_boxes(shape: ModelShape, row: Row, count: int = 8) -> list[Box]:
         return [whole(full)]
     dim, halves = cut_axis(row)
     size = full[dim] // halves
-    step = -(-size // count)
+    # pieces of a vocabulary end where the ranks' do, whose share includes padding
+    step = -(-(padded_vocab(size, count) if row.kind == "vocab" else size) // count)
     boxes = []
     for half in range(halves):
         for start in range(half * size, (half + 1) * size, step):
