@@ -76,6 +76,8 @@ def check_values(config: Config) -> None:
         raise ValueError(f"optim.min_lr={optim.min_lr} has no effect with schedule=constant")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1)")
+    if config.rewards and not any(reward.weight for reward in config.rewards):
+        raise ValueError("rewards: every weight is 0, so nothing would be learned; set one")
     names = [reward.name for reward in config.rewards if reward.name is not None]
     if len(names) != len(set(names)):
         raise ValueError(f"rewards have the same name twice: {names}; give each its own name")

@@ -417,6 +417,13 @@ def test_unbiased_kl_carries_the_gradient_of_the_ratio():
     assert leaf.grad.item() == pytest.approx(-0.5, abs=1e-9)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_reference_gets_no_gradient(estimator):
+    current, ref = (torch.tensor([value], requires_grad=True) for value in (-1.0, -0.5))
+    kl_estimate(logprobs=current, ref_logprobs=ref, estimator=estimator).sum().backward()
+    assert current.grad is not None and ref.grad is None
+
+
 @pytest.mark.parametrize("delta", [25.0, 3.0, 100.0, 1e30, -1e30, -25.0])
 def test_an_active_kl_clamp_has_no_gradient(delta):
     """LOSS-13: 25 is over both clamps, 3 only over the output's."""
@@ -699,7 +706,9 @@ def test_cispo_has_the_absolute_cap_of_five():
         ("grpo", {"tau_positive": 1.0}, "tau_positive=1.0 has no effect on loss 'grpo'"),
         ("vespo", {"tau_negative": 1.0}, "tau_negative=1.0 has no effect on loss 'vespo'"),
         ("sapo", {"gamma_positive": (2.0, 3.0)}, r"gamma_positive=\(2.0, 3.0\) has no effect"),
-        ("sapo", {"tau_negative": 0.0}, "tau_negative=0 switches the gate off"),
+        ("sapo", {"tau_negative": 0.0}, "tau_negative=0 switches the policy term off"),
+        ("grpo", {"delta": 0.0}, "delta=0 switches the policy term off"),
+        ("cispo", {"cap": 0.0}, "cap=0 switches the policy term off"),
         ("sapo", {"tau_positive": -1.0}, "tau_positive=-1.0 is outside"),
         ("vespo", {"gamma_negative": [2.0]}, r"gamma_negative=\[2.0\] must be two numbers"),
         ("vespo", {"gamma_negative": 2.0}, "gamma_negative=2.0 must be two numbers"),

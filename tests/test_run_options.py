@@ -147,6 +147,9 @@ def test_answers_of_another_dataset_are_drawn_on_after_a_resume(
         (["top_entropy_quantile=0"], "top_entropy_quantile=0"),
         (["tau_positive=1.0"], "tau_positive=1.0 has no effect on loss 'grpo'"),
         (["loss=vespo", "gamma_positive=[1]"], "must be two numbers"),
+        (["mismatch.warn=0.5"], "warn=0.5 is over algorithm.mismatch.stop=0.001"),
+        (["mismatch.warn=0.5", "mismatch.stop=0.4"], "warn=0.5 is over algorithm.mismatch.stop"),
+        (["delta=0"], "delta=0 switches the policy term off"),
         (["loss=gspo", "level=token"], "level='token' is not of loss 'gspo'"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -158,3 +161,12 @@ def test_settings_without_effect_and_contradictions_are_refused_before_a_start(
     with pytest.raises(ValueError, match=complaint.replace("(", r"\(")):
         prepare(load_config(None, overrides), 0, 1)
     assert not (tmp_path / "run").exists()
+
+
+def test_rewards_that_all_weigh_nothing_are_refused_and_one_that_is_only_watched_is_not(
+    place: Path, tmp_path: Path
+) -> None:
+    overrides, one = words(place, tmp_path / "run"), "{path: exact_match, weight: 0}"
+    with pytest.raises(ValueError, match="rewards: every weight is 0"):
+        load_config(None, [*overrides, f"rewards=[{one}]"])
+    load_config(None, [*overrides, f"rewards=[{one}, {{path: math_answer}}]"])

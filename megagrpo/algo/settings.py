@@ -238,8 +238,8 @@ def _check_values(settings: LossSettings) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not (low <= number <= high and math.isfinite(number)):
                 raise ValueError(f"{key}={value} is outside {low}..{high}; choose a number inside")
-    for key in ("tau_positive", "tau_negative"):
+    for key in ("cap", "delta", "tau_positive", "tau_negative"):
         if vars(settings)[key] == 0:
-            raise ValueError(f"{key}=0 switches the gate off; choose a temperature > 0")
+            raise ValueError(f"{key}=0 switches the policy term off; choose a number over 0")
     if settings.unbiased_kl and not settings.beta:
         raise ValueError("unbiased_kl=True has no effect with beta=0; set beta or leave it false")

@@ -92,6 +92,12 @@ def resolve(config: Config) -> Config:
         warn=warn if mismatch.warn is None else mismatch.warn,
         stop=stop if mismatch.stop is None else mismatch.stop,
     )
+    assert mismatch.warn is not None and mismatch.stop is not None, "filled in above"
+    if mismatch.warn > mismatch.stop:
+        raise ValueError(
+            f"algorithm.mismatch.warn={mismatch.warn} is over algorithm.mismatch.stop="
+            f"{mismatch.stop}: the run would end without a warning; lower warn or raise stop"
+        )
     seed = config.trainer.seed
     offload = config.reference.offload
     if offload is None and config.reference.use != "never":
