@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.algo.losses import LossCounts
 from megagrpo.config import DataConfig, TrainerConfig
 from megagrpo.data.sampler import PromptSampler
 from megagrpo.metrics.records import FATES, render, rollout_metrics, selection_metrics
@@ -441,3 +442,29 @@ def test_the_plan_counts_spare_prompts_and_filled_steps(
     assert plan.responses == 2 * sum(sizes) and plan.rollouts == steps
     assert plan.optimizer_steps == sum(-(-size // per_update) for size in trained)
     assert ("at least" in str(plan)) == refills
+
+
+def test_a_failed_sample_leaves_its_group_and_the_loss_even_if_it_holds_a_reward() -> None:
+    """ADV-2: what failed is not read, whatever stands in its reward."""
+    samples = group_of(0, [1.0, 0.0, 5.0])
+    samples[2] = replace(samples[2], failed=True)
+    alone = sample_advantages(samples[:2], KEEP).advantages.tolist()
+    assert sample_advantages(samples, KEEP).advantages.tolist() == [*alone, 0.0]
+    mini = make_batch(samples, KEEP, CUT, dp=1, dp_rank=0).mini_batches[0]
+    assert (mini.counts.total_tokens, mini.counts.total_sequences) == (6, 2)
+
+
+def test_a_group_of_cut_samples_alone_counts_as_unrated_where_those_are_masked() -> None:
+    cut = [sample(0, member, float(member), stopped=False) for member in range(2)]
+    rated = [*cut, *group_of(1, POOR)]
+    assert groups_with_a_rating(KEEP)(rated) == {0, 1}
+    assert groups_with_a_rating(MASK)(rated) == {1}
+
+
+def test_prompts_of_an_optimizer_step_are_those_with_a_trained_token() -> None:
+    """LOSS-10's denominator of the prompt mean: of three prompts one has no rated sample."""
+    samples = [*group_of(0, GOOD), *group_of(1, (None, None)), *group_of(2, GOOD)]
+    three = replace(CUT, minibatch_prompts=3)
+    assert make_batch(samples, KEEP, three, dp=1, dp_rank=0).mini_batches[0].counts == LossCounts(
+        total_tokens=12, total_sequences=4, max_response_length=100, total_prompts=2
+    )
