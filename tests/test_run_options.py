@@ -16,6 +16,7 @@ from megagrpo.trainer.grpo import train
 from megagrpo.trainer.preflight import prepare
 from megagrpo.trainer.run import Run
 from tests.pool import run_ranks
+from tests.tiny_models import make_hf_folder
 from tests.torch_engine import build, make_place, numbers, words
 
 LOUD = ["algorithm.mismatch.warn=9", "algorithm.mismatch.stop=10"]
@@ -170,3 +171,24 @@ def test_rewards_that_all_weigh_nothing_are_refused_and_one_that_is_only_watched
     with pytest.raises(ValueError, match="rewards: every weight is 0"):
         load_config(None, [*overrides, f"rewards=[{one}]"])
     load_config(None, [*overrides, f"rewards=[{one}, {{path: math_answer}}]"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "own", "key"),
+    [("z>", "1", False, "data.train"), ("1>", "z", False, "data.train"),
+     ("1>", "z", True, "algorithm.cold_start.data")],
+)  # fmt: skip
+def test_ids_without_a_row_in_the_model_are_refused_in_prompts_and_in_reference_answers(
+    tmp_path: Path, prompt: str, answer: str, own: bool, key: str
+) -> None:
+    """The tokenizer knows 98 ids, the model 64 of them; "z" is 93."""
+    place = make_place(tmp_path)
+    make_hf_folder(tmp_path / "small", "qwen3", with_tokenizer=True, head_dim=32, vocab_size=64)
+    rows = [{"prompt": prompt, "answer": "1", "answer_text": answer}] * 8
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1>", "answer": "1"}\n' * 8)
+    data = "algorithm.cold_start.data" if own else "data.train"
+    cold = [f"{data}={tmp_path}/odd.jsonl", f"model.path={tmp_path}/small"]
+    cold += ["algorithm.cold_start.weight=0.1", "algorithm.cold_start.steps=2"]
+    with pytest.raises(ValueError, match=f"{key}: the tokenizer makes id 93, the model has 64"):
+        prepare(load_config(None, words(place, tmp_path / "run", *cold)), 0, 1)

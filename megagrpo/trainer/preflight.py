@@ -5,6 +5,7 @@ last, by rank 0. Every mistake is a ValueError of one line: value, limit, cure. 
 all that `setup.py` needs, so nothing is read twice.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def _demonstrations(prepared: Prepared, train: PromptSet) -> dict[int, Demonstra
     key = "data.train" if cold.data is None else "algorithm.cold_start.data"
     try:
         shown = train if cold.data is None else _read_prompts(prepared, cold.data)
-        return read_demonstrations(
+        found = read_demonstrations(
             shown.prompts,
             prepared.tokenizer,
             column=cold.column,
@@ -206,6 +207,18 @@ def _demonstrations(prepared: Prepared, train: PromptSet) -> dict[int, Demonstra
         )
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+    _check_ids(prepared, key, ((*one.prompt_ids, *one.answer_ids) for one in found.values()))
+    return found
+
+
+def _check_ids(prepared: Prepared, key: str, texts: Iterable[Sequence[int]]) -> None:
+    """Every id must have a row in the model."""
+    highest = max(max(ids, default=0) for ids in texts)
+    if highest >= prepared.valid_vocab:
+        raise ValueError(
+            f"{key}: the tokenizer makes id {highest}, the model has {prepared.valid_vocab} rows; "
+            "model.tokenizer does not belong to model.path"
+        )
 
 
 def _check_model_fits(shape: ModelShape, layout: Layout, config: Config) -> None:
@@ -255,12 +268,7 @@ def _prompts(prepared: Prepared, path: str, key: str) -> PromptSet:
         found = _read_prompts(prepared, path)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-    highest = max(max(prompt.ids) for prompt in found.prompts)
-    if highest >= prepared.valid_vocab:
-        raise ValueError(
-            f"{key}: the tokenizer makes id {highest}, the model has {prepared.valid_vocab} rows; "
-            "model.tokenizer does not belong to model.path"
-        )
+    _check_ids(prepared, key, (prompt.ids for prompt in found.prompts))
     try:
         check_columns(prepared.rewards, found.prompts[0].columns)
     except ValueError as error:
