@@ -204,9 +204,7 @@ def run(arguments: argparse.Namespace) -> str:
                 workers=arguments.workers,
             )
         else:
-            template = arguments.config
-            if template is None:
-                template = hf_folder(arguments.hf_template or arguments.megatron / "hf")
+            template = arguments.config or _template(arguments.megatron, arguments.hf_template)
             summary = megatron_to_hf(
                 arguments.megatron,
                 arguments.out,
@@ -235,6 +233,16 @@ def _verify_logits(arguments: argparse.Namespace) -> str:
 def read_shape(path: Path) -> ModelShape:
     """The shape of a folder or a config.json, families that do not train included."""
     return hf_config.read_shape(path, to_convert=True)
+
+
+def _template(megatron: Path, given: Path | None) -> Path:
+    """The HuggingFace folder that an export takes config and tokenizer from."""
+    if given is None and megatron.is_dir() and not (megatron / "hf").is_dir():
+        raise ValueError(
+            f"{megatron} has no folder hf/ that says which model it is; name one with "
+            "--hf-template DIR, or a config with --config FILE"
+        )
+    return hf_folder(given or megatron / "hf")
 
 
 def _legacy(arguments: argparse.Namespace) -> Layout | None:
