@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megagrpo import log
 from megagrpo.data.prompts import PromptSet
 from megagrpo.data.sampler import PromptSampler
@@ -28,7 +26,7 @@ from megagrpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megagrpo.trainer.compare import Comparison
 from megagrpo.trainer.demonstrations import ColdStart
 from megagrpo.trainer.evaluate import Evaluator
-from megagrpo.trainer.export import export_checkpoint, export_folder
+from megagrpo.trainer.export import Exporter, export_folder
 from megagrpo.trainer.kl_penalty import RewardCharge
 from megagrpo.trainer.phases import Phases, phase
 from megagrpo.trainer.policy import Policy
@@ -57,7 +55,6 @@ class SaveSettings:
     every: int  # steps; 0 saves only the last
     keep_last: int
     export_every: int  # steps; saves that also write a HuggingFace folder; 0 is off
-    dtype: torch.dtype  # of the exported weights
     hf_folder: Path  # travels with every checkpoint
     origin: dict[str, Any]  # path and digest of the reference, as saved
 
@@ -85,6 +82,7 @@ class Run:
     advantage: AdvantageSettings
     cut: CutSettings
     save_settings: SaveSettings
+    exporter: Exporter
     steps: int
     resume_from: Path | None
     done: int = 0
@@ -215,8 +213,7 @@ class Run:
         every = settings.export_every
         if every and (step == self.steps or step % every == 0):
             out = export_folder(settings.run_dir, step)
-            rank, gather = self.context.rank, self.collector.gather
-            export_checkpoint(path, out, settings.dtype, rank=rank, gather=gather)
+            self.exporter.write(out)
             log.info(f"exported {out}")
 
     @phase("load_checkpoint")

@@ -34,6 +34,7 @@ from megagrpo.trainer.compare import build_comparison
 from megagrpo.trainer.demonstrations import build_cold_start
 from megagrpo.trainer.engine import build_engine
 from megagrpo.trainer.evaluate import Evaluator, evaluation_settings
+from megagrpo.trainer.export import build_exporter
 from megagrpo.trainer.kl_penalty import KLCharge, NoCharge, RewardCharge
 from megagrpo.trainer.objective import Objective
 from megagrpo.trainer.phases import Phases
@@ -87,6 +88,7 @@ def build_run(prepared: Prepared, phases: Phases) -> Run:
         advantage=_advantage(prepared),
         cut=_cut(prepared),
         save_settings=_save(prepared),
+        exporter=build_exporter(prepared, trainable, context, collector.gather),
         steps=prepared.steps,
         resume_from=prepared.resume_from,
     )
@@ -262,7 +264,6 @@ def _save(prepared: Prepared) -> SaveSettings:
         every=trainer.save_every,
         keep_last=trainer.keep_last,
         export_every=trainer.export_hf_every,
-        dtype=prepared.dtype,
         hf_folder=prepared.hf_folder,
         origin=prepared.origin,
     )
