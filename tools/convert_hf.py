@@ -25,11 +25,15 @@ from megagrpo.model.hf_config import DTYPES, hf_folder
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights import describe
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
+from megagrpo.weights.folders import refuse_adapter
 from megagrpo.weights.table import PROFILES
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXIT_CODES = "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk"
+EXIT_CODES = (
+    "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk, 130 interrupted"
+)
+INTERRUPTED = 130  # as shells count it: 128 and the number of SIGINT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -232,11 +236,14 @@ def _verify_logits(arguments: argparse.Namespace) -> str:
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of a folder or a config.json, families that do not train included."""
+    refuse_adapter(path)
     return hf_config.read_shape(path, to_convert=True)
 
 
 def _template(megatron: Path, given: Path | None) -> Path:
     """The HuggingFace folder that an export takes config and tokenizer from."""
+    if given is None and any(megatron.glob("*.safetensors")):
+        raise ValueError(f"{megatron} is a HuggingFace folder, no Megatron checkpoint")
     if given is None and megatron.is_dir() and not (megatron / "hf").is_dir():
         raise ValueError(
             f"{megatron} has no folder hf/ that says which model it is; name one with "
@@ -270,6 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1 if isinstance(error, Different) else 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was kept\n")
+        return INTERRUPTED
     if arguments.command in ("inspect", "plan"):
         sys.stdout.write(said + "\n")
     else:

@@ -14,7 +14,7 @@ import torch
 from megagrpo.types import Layout, ModelShape
 from megagrpo.weights.accounting import valid_boxes
 from megagrpo.weights.fused import fused_rows, stacked_shape, stored_boxes, stored_key
-from megagrpo.weights.legacy_file import FILE, is_legacy, rank_files, rank_folder, sizes
+from megagrpo.weights.legacy_file import FILE, is_legacy, iteration, rank_files, rank_folder, sizes
 from megagrpo.weights.rows import rows
 from megagrpo.weights.safetensors_io import HFSource
 from megagrpo.weights.slices import volume, whole
@@ -54,13 +54,14 @@ def inspect(folder: Path, every_key: bool = False) -> list[str]:
     Tensors that differ by layer only share a line unless `every_key`. Raises ValueError if the
     folder is neither.
     """
-    if (folder / ".metadata").is_file() or (folder / "metadata.json").is_file():
-        stored = StoredTensors(folder)
+    home = iteration(folder)
+    if (home / ".metadata").is_file() or (home / "metadata.json").is_file():
+        stored = StoredTensors(home)
         entries = [
             Entry(key, shape, stored.dtypes[key], stored.chunk_count(key))
             for key, shape in stored.shapes.items()
         ]
-        files = sorted(path.name for path in folder.glob("*.distcp"))
+        files = sorted(path.name for path in home.glob("*.distcp"))
         return _report("Megatron-Core torch_dist checkpoint", folder, entries, files, every_key)
     if is_legacy(folder):
         ranks = rank_files(folder)

@@ -2,15 +2,19 @@
 small files (config, tokenizer, chat template) that travel with the weights.
 """
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+ADAPTER = "adapter_config.json"
+TRACKER = "latest_checkpointed_iteration.txt"
 SIDE_FOLDERS = ("additional_chat_templates",)
 
 
@@ -18,22 +22,73 @@ SIDE_FOLDERS = ("additional_chat_templates",)
 def staged(out: Path, *sources: Path) -> Iterator[Path]:
     """A fresh folder beside `out` that takes its name when the block ends well, else disappears.
 
-    Raises ValueError if `out` is one of the sources, a file, or a folder that is not empty.
+    A link is followed. Raises ValueError if `out` is one of the sources or inside one, a file, a
+    folder that is not empty or cannot be replaced, or if another process is about to write it.
     """
     for source in sources:
         if out.resolve() == source.resolve():
             raise ValueError(f"source and destination are the same: {out}")
+        if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"{out} is inside {source}, which is only read; choose another place")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another destination")
+    given, out = out, out.resolve()
+    if out.is_mount() or out == Path.cwd():
+        what = "a mount point" if out.is_mount() else "the current folder"
+        raise ValueError(f"{given} is {what}, which cannot be replaced; name a new folder in it")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.parent / f".{out.name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)  # left by a conversion that was killed
-    folder.mkdir()
-    try:
+    with _locked(folder), ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        for path in folder.iterdir():  # left by a conversion that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield folder
         folder.rename(out)
+        undo.pop_all()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made where there is none, for this process alone: two that write one folder
+    would mix their files. The lock ends with the process, however that ends."""
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if _taken(descriptor, folder):
+            raise ValueError(f"another process writes {folder}; wait for it or choose another name")
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _taken(descriptor: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system that locks no folders, as NFS
+    # Whoever held the lock before may just have given the folder its final name.
+    return not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat())
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError if a HuggingFace folder holds an adapter, alone or beside its base."""
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter ({ADAPTER}), which is not merged here; merge it into its "
+            "base model first, or remove it"
+        )
+
+
+def other_kind(folder: Path) -> str:
+    """What a folder without safetensors is instead, to end a message with; "" if unknown."""
+    if any((folder / name).is_file() for name in (".metadata", TRACKER)) or any(
+        folder.glob("mp_rank_*")
+    ):
+        return "; it is a Megatron checkpoint"
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES)
+    return f"; {found[0]} is not read, save the model as safetensors" if found else ""
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> list[str]:

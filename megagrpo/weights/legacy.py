@@ -53,9 +53,12 @@ class LegacyTensors:
         self.dtypes: dict[str, torch.dtype] = {}
         self.arrays = ArrayReader()
         parts: _Parts = {}
-        for expert_rank in range(self.ep):
-            for rank in range(self.layout.world):
-                self._add_rank(rank, expert_rank, parts)
+        try:
+            for expert_rank in range(self.ep):
+                for rank in range(self.layout.world):
+                    self._add_rank(rank, expert_rank, parts)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._explained()}") from None
         self._parts = {key: BoxIndex(found) for key, found in parts.items()}
 
     def fill_(self, out: torch.Tensor, key: str, box: Box) -> None:
@@ -74,6 +77,16 @@ class LegacyTensors:
     def chunk_count(self, key: str) -> int:
         """In how many pieces a tensor is stored."""
         return len(self._parts[key])
+
+    def _explained(self) -> str:
+        """How the folders differ from the layout that the saved arguments name."""
+        vpp = self.layout.pp // self.pp
+        found = {"tp": self.layout.tp, "pp": self.pp, "vpp": vpp, "ep": self.ep}
+        saved = next(iter(self._files.values())).saved_at
+        if all(found[name] == size for name, size in saved.items()):
+            return ""
+        said, seen = (" ".join(f"{k} {v}" for k, v in sizes.items()) for sizes in (saved, found))
+        return f"; it was saved at {said}, the folders here are those of {seen}"
 
     def _add_rank(self, rank: int, expert_rank: int, parts: _Parts) -> None:
         coords = self.layout.coordinates(rank)

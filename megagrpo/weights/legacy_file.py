@@ -20,12 +20,13 @@ from torch.serialization import safe_globals
 from megagrpo.weights.accounting import EXTRA_STATE
 from megagrpo.weights.arrays import StoredArray
 from megagrpo.weights.blobs import BROKEN, first_line
+from megagrpo.weights.folders import TRACKER
 from megagrpo.weights.rows import EMBEDDING
 
 HF_DTYPES = "megagrpo_hf_dtypes"  # dtypes of tensors stored wider than they were, as noted
 FILE = "model_optim_rng.pt"
-TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert"}
 CHUNK = re.compile(r"model(\d+)")
 
 
@@ -64,14 +65,18 @@ def is_legacy(folder: Path) -> bool:
 
 
 def iteration(folder: Path) -> Path:
-    """Where the rank folders are: the folder itself or what its tracker names."""
+    """Where the checkpoint is: the folder itself or the one that its tracker file names, which is
+    how Megatron-LM saves either format."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
     said = tracker.read_text().strip()
     if said != "release" and not said.isdigit():
         raise ValueError(f"{tracker} says {said!r}, neither 'release' nor a number")
-    return folder / (said if said == "release" else f"iter_{int(said):07d}")
+    home = folder / (said if said == "release" else f"iter_{int(said):07d}")
+    if not home.is_dir():
+        raise ValueError(f"{tracker} says {said}, but {home} does not exist")
+    return home
 
 
 def rank_folder(rank: Rank, pp: int, ep: int) -> str:
@@ -91,6 +96,7 @@ class RankFile:
 
     def __init__(self, path: Path) -> None:
         content = _content(path)
+        self.saved_at = _sizes_in(content.get("args"))
         self.noted = noted_dtypes(content, path)
         # one for every virtual pipeline stage of the rank, usually a single one
         self.models = [_places(path, model) for model in _models(path, content)]
@@ -127,6 +133,13 @@ def _content(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, no checkpoint")
     return content
+
+
+def _sizes_in(arguments: object) -> dict[str, int]:
+    """The layout that the arguments of the saved run name; it only explains what does not fit."""
+    named = vars(arguments) if isinstance(arguments, Namespace) else {}
+    found = {short: named.get(f"{long}_model_parallel_size") for short, long in SIZES.items()}
+    return {short: size for short, size in found.items() if isinstance(size, int)}
 
 
 def _models(path: Path, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -19,8 +19,9 @@ from megagrpo.types import Layout, ModelShape
 from megagrpo.weights.accounting import valid_boxes
 from megagrpo.weights.arrays import ArrayWriter, StoredArray
 from megagrpo.weights.blobs import first_line
+from megagrpo.weights.folders import TRACKER
 from megagrpo.weights.fused import stored_key
-from megagrpo.weights.legacy_file import FILE, TRACKER, Rank, rank_folder
+from megagrpo.weights.legacy_file import FILE, Rank, rank_folder
 from megagrpo.weights.legacy_ranks import RankParameter, check_expert_ranks, rank_parameters
 from megagrpo.weights.moves import Place
 from megagrpo.weights.rows import EMBEDDING, EMBEDDING_ROW, HEAD

@@ -24,16 +24,23 @@ from megagrpo.weights.fused import (
     stored_key,
 )
 from megagrpo.weights.legacy import LegacyTensors
-from megagrpo.weights.legacy_file import is_legacy, noted_dtypes
+from megagrpo.weights.legacy_file import is_legacy, iteration, noted_dtypes
 from megagrpo.weights.rows import HEAD, HEAD_ROW, HF_HEAD
 from megagrpo.weights.slices import Slice, extent, from_megatron, intersect, translate, whole
 from megagrpo.weights.table import fused_shape, hf_manifest
 from megagrpo.weights.torch_dist import StoredTensors
 
+LAYERS = "decoder.layers."
+
 
 def open_stored(folder: Path, shape: ModelShape) -> StoredTensors | LegacyTensors:
     """The whole fused tensors of a checkpoint of either format."""
-    return LegacyTensors(folder, shape) if is_legacy(folder) else StoredTensors(folder)
+    if is_legacy(folder):
+        return LegacyTensors(folder, shape)
+    home = iteration(folder)
+    if not (home / ".metadata").is_file() and any(home.glob("*.safetensors")):
+        raise ValueError(f"{folder} is a HuggingFace folder, no Megatron checkpoint")
+    return StoredTensors(home)
 
 
 class MegatronSource:
@@ -57,11 +64,9 @@ class MegatronSource:
             slices.append(Slice(HF_HEAD, full, HEAD, full))
             manifest.append(TensorInfo(HF_HEAD, fused_shape(shape, HEAD_ROW), shape.dtype))
         keys = [key for key in self.stored.shapes if not EXTRA_STATE.search(key)]
-        wanted = {name: stored_key(name, shape)[0] for name, _ in fused}
-        check_names(f"{folder}", {self.kept(key) for key in wanted.values()}, keys)
+        check_names(f"{folder}", {self._key(name)[0] for name, _ in fused}, keys)
         for name, row in fused:
-            stacked = stacked_shape(shape, wanted[name], fused_shape(shape, row))
-            self._check_shape(name, stacked, row.kind == "vocab")
+            self._check_shape(name, fused_shape(shape, row), row.kind == "vocab")
         by_hf: dict[str, list[Slice]] = {}
         for piece in slices:
             by_hf.setdefault(piece.hf, []).append(piece)
@@ -69,7 +74,7 @@ class MegatronSource:
         narrow = (
             self.stored.noted
             if isinstance(self.stored, LegacyTensors)
-            else _recorded_dtypes(Path(folder))
+            else _recorded_dtypes(iteration(Path(folder)))
         )
         self._infos = {
             info.name: TensorInfo(
@@ -109,10 +114,22 @@ class MegatronSource:
         self.stored.fill_(out[(None,) * len(place)], key, stacked_box(place, box))
 
     def _key(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """(key of this checkpoint, place in it) of a fused tensor."""
+        """(key of this checkpoint, place in it) of a fused tensor.
+
+        A run with megatron-core's `hetereogenous_dist_checkpoint` or `non_homogeneous_layers` keeps
+        a key per layer where others stack the layers.
+        """
         if name not in self._keys:
             key, place = stored_key(name, self._shape)
-            self._keys[name] = self.kept(key), place
+            kept = self.kept(key)
+            if place and kept not in self.stored.shapes and kept.startswith(LAYERS):
+                single = f"{LAYERS}{place[0]}.{key.removeprefix(LAYERS)}"
+                other = f"{LAYERS}{place[0]}.{self._local.get(key, key).removeprefix(LAYERS)}"
+                for candidate in (single, other):
+                    if candidate in self.stored.shapes:
+                        kept, place = candidate, place[1:]
+                        break
+            self._keys[name] = kept, place
         return self._keys[name]
 
     def kept(self, key: str) -> str:
@@ -122,12 +139,13 @@ class MegatronSource:
     def _stored_dtype(self, hf: str) -> torch.dtype:
         return self.stored.dtypes[self._key(self._parts[hf][0].name)[0]]
 
-    def _check_shape(self, name: str, expected: tuple[int, ...], vocab: bool) -> None:
-        key = self._key(name)[0]
-        found = self.stored.shapes[key]
+    def _check_shape(self, name: str, full: tuple[int, ...], vocab: bool) -> None:
+        key, place = self._key(name)
+        found, stacked = self.stored.shapes[key], self.kept(stored_key(name, self._shape)[0])
+        expected = stacked_shape(self._shape, stacked, full)
+        expected = expected[len(expected) - len(full) - len(place) :]
         more = vocab and found[0] > expected[0] and found[1:] == expected[1:]
-        fits = found == expected or more
-        if not fits:
+        if found != expected and not more:
             raise ValueError(f"{key} has shape {list(found)}, expected {list(expected)}")
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from megagrpo.types import Box, TensorInfo
 from megagrpo.weights.arrays import ArrayReader, ArrayWriter, StoredArray
+from megagrpo.weights.folders import other_kind, refuse_adapter
 from megagrpo.weights.slices import extent
 
 SINGLE = "model.safetensors"
@@ -44,13 +45,15 @@ class HFSource:
         self._files: dict[str, Path] = {}
         self._stored: dict[str, StoredArray] = {}
         self._arrays = ArrayReader()
+        refuse_adapter(self._folder)
         index_path = self._folder / INDEX
         if index_path.is_file():
             self._open_indexed(index_path)
         elif (self._folder / SINGLE).is_file():
             self._read_header(self._folder / SINGLE)
         else:
-            raise ValueError(f"{self._folder} holds neither {SINGLE} nor {INDEX}")
+            hint = other_kind(self._folder)
+            raise ValueError(f"{self._folder} holds neither {SINGLE} nor {INDEX}{hint}")
 
     def tensors(self) -> list[TensorInfo]:
         """Every tensor of the files, ordered by name."""
