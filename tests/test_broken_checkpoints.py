@@ -98,6 +98,16 @@ def test_a_missing_shard_and_an_index_that_lies_are_named(
     refused(folder, tmp_path, capsys, str(path), "not a safetensors index")
 
 
+def test_a_single_file_beside_an_index_of_others_is_two_models_and_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers takes the single file, vLLM the index: whatever is converted, somebody is
+    surprised."""
+    folder = Path(shutil.copytree(place / "shards", tmp_path / "shards"))
+    shutil.copy(place / "hf" / "model.safetensors", folder)
+    refused(folder, tmp_path, capsys, str(folder), "two models", "remove one")
+
+
 def test_a_key_in_two_files_or_twice_in_one_is_refused(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

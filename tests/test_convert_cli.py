@@ -160,3 +160,46 @@ def test_config_of_another_model_is_refused_before_anything_is_written(
         capsys.readouterr().err
     )
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tp", "3"], "--tp=3 and num_key_value_heads=2: one must divide the other"),
+        (["--tp", "8"], "--tp=8 does not divide num_attention_heads=4"),
+        (["--pp", "3"], "--pp=3 does not divide the model's 4 layers"),
+        (["--pp", "8"], "--pp=8 does not divide the model's 4 layers"),
+        (["--pp", "2", "--vpp", "3"], "--pp=2 with --vpp=3 does not divide the model's 4 layers"),
+        (["--vpp", "2"], "vpp=2 needs pipeline stages"),
+        (["--ep", "2"], "ep=2, but Qwen3ForCausalLM has no experts"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_by_the_option_that_was_typed(
+    words: list[str],
+    message: str,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not by the trainer's keys, of which nobody has heard here."""
+    hf, out = f"{place}/hf", f"{tmp_path}/out"
+    assert main(["hf2megatron", "--hf", hf, "--out", out, "--format", "torch", *words]) == 2
+    assert message in capsys.readouterr().err and not any(tmp_path.iterdir())
+    if "--vpp" not in words and "--ep" not in words:
+        assert main(["plan", "--hf", hf, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_config_takes_a_file_and_the_template_a_folder(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Either way round the message names the other option."""
+    hf = place / "hf"
+    words = ["megatron2hf", "--megatron", f"{place}/megatron", "--out", f"{tmp_path}/out"]
+    for option, path, other in (
+        ("--config", hf, "--hf-template"),
+        ("--hf-template", hf / "config.json", "--config"),
+    ):
+        assert main([*words, option, str(path)]) == 2
+        assert f"; {other} takes one" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -26,13 +26,11 @@ from megagrpo.types import Layout, ModelShape
 from megagrpo.weights import describe
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
 from megagrpo.weights.folders import refuse_adapter
-from megagrpo.weights.table import PROFILES
+from megagrpo.weights.table import PROFILES, check_tp
 from megagrpo.weights.verify import Different, verify
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXIT_CODES = (
-    "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk, 130 interrupted"
-)
+EXIT_CODES = "exit status: 0 done, 1 verify found a difference, 2 wrong input or disk, 130 Ctrl-C"
 INTERRUPTED = 130  # as shells count it: 128 and the number of SIGINT
 
 
@@ -151,7 +149,7 @@ def _nbytes(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no such number; write 1 or more")
     return int(text)
 
@@ -182,7 +180,8 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.command == "inspect":
         return "\n".join(describe.inspect(arguments.folder, arguments.keys))
     if arguments.command == "plan":
-        return "\n".join(describe.plan(read_shape(arguments.hf), _layout(arguments)))
+        shape = read_shape(arguments.hf)
+        return "\n".join(describe.plan(shape, _layout(arguments, shape)))
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.command == "verify":
         if arguments.logits:
@@ -195,20 +194,23 @@ def run(arguments: argparse.Namespace) -> str:
     bar = Bar()
     try:
         if arguments.command == "hf2megatron":
+            shape = read_shape(arguments.hf)
             summary = hf_to_megatron(
                 arguments.hf,
                 arguments.out,
-                read_shape(arguments.hf),
+                shape,
                 dtype,
                 bar,
                 profile=arguments.profile,
-                legacy=_legacy(arguments),
+                legacy=_legacy(arguments, shape),
                 vpp=arguments.vpp or 1,
                 ep=arguments.ep or 1,
                 workers=arguments.workers,
             )
         else:
             template = arguments.config or _template(arguments.megatron, arguments.hf_template)
+            if arguments.config and template.is_dir():
+                raise ValueError(f"--config {template} is a folder; --hf-template takes one")
             summary = megatron_to_hf(
                 arguments.megatron,
                 arguments.out,
@@ -242,6 +244,8 @@ def read_shape(path: Path) -> ModelShape:
 
 def _template(megatron: Path, given: Path | None) -> Path:
     """The HuggingFace folder that an export takes config and tokenizer from."""
+    if given is not None and given.is_file():
+        raise ValueError(f"--hf-template {given} is a file; --config takes one")
     if given is None and any(megatron.glob("*.safetensors")):
         raise ValueError(f"{megatron} is a HuggingFace folder, no Megatron checkpoint")
     if given is None and megatron.is_dir() and not (megatron / "hf").is_dir():
@@ -252,19 +256,23 @@ def _template(megatron: Path, given: Path | None) -> Path:
     return hf_folder(given or megatron / "hf")
 
 
-def _legacy(arguments: argparse.Namespace) -> Layout | None:
+def _legacy(arguments: argparse.Namespace, shape: ModelShape) -> Layout | None:
     if arguments.format == "torch":
-        return _layout(arguments) or Layout(world=1)
+        return _layout(arguments, shape, arguments.vpp or 1) or Layout(world=1)
     for name in ("tp", "pp", "vpp", "ep"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} has no effect with --format torch_dist; leave it out")
     return None
 
 
-def _layout(arguments: argparse.Namespace) -> Layout | None:
-    if arguments.tp is None and arguments.pp is None:
+def _layout(arguments: argparse.Namespace, shape: ModelShape, vpp: int = 1) -> Layout | None:
+    if (arguments.tp, arguments.pp) == (None, None):
         return None
     tp, pp = arguments.tp or 1, arguments.pp or 1
+    check_tp(shape, tp, "--tp")
+    if shape.num_layers % (pp * vpp):
+        stages = f"--pp={pp}" + f" with --vpp={vpp}" * (vpp > 1)
+        raise ValueError(f"{stages} does not divide the model's {shape.num_layers} layers")
     return Layout(world=tp * pp, tp=tp, pp=pp)
 
 

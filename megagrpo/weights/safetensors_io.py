@@ -81,6 +81,11 @@ class HFSource:
             raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
         if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError(f"{path} is not a safetensors index: it names no files")
+        if (self._folder / SINGLE).exists() and SINGLE not in weight_map.values():
+            raise ValueError(
+                f"{self._folder} has {SINGLE} and an index of other files: two models, of which "
+                "programs read one or the other; remove one"
+            )
         for shard in sorted(set(weight_map.values())):
             if Path(shard).name != shard:
                 raise ValueError(f"{path} names {shard!r}, which is not a plain file name")
