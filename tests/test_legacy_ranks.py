@@ -14,7 +14,7 @@ from megagrpo.model.hf_config import read_shape
 from megagrpo.types import Layout
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
 from megagrpo.weights.verify import verify
-from tests.family_toys import make_toy
+from tests.family_toys import TOYS, make_toy
 from tests.pool import run_ranks
 from tests.test_experts import by_hand, make_moe_folder, moe_model, shape_of
 from tests.tiny_models import make_hf_folder
@@ -82,15 +82,20 @@ def test_virtual_stages_round_trip_bit_equal(
     ]
 
 
-def test_everything_at_once_round_trips(tmp_path: Path) -> None:
-    """TP 2, PP 2, two virtual stages each, EP 2, and DeepSeek's plain first layers at PP and EP."""
-    hf = make_moe_folder(tmp_path / "hf", "qwen3_moe", 4)
-    layout = Layout(world=4, tp=2, pp=2)
-    assert len(assert_round_trip(hf, tmp_path / "m", legacy=layout, vpp=2, ep=2)) == 8
-    deep = make_toy(tmp_path / "deep", "deepseek-v3")
-    for number, ep in enumerate((2, 8)):
-        layout = Layout(world=4, tp=2, pp=2)
-        assert_round_trip(deep, tmp_path / f"d{number}", legacy=layout, ep=ep, profile="te")
+@pytest.mark.parametrize("toy", TOYS)
+def test_every_family_round_trips_with_all_kinds_of_ranks_at_once(toy: str, tmp_path: Path) -> None:
+    """CONV-5, 9, 14, 20: TP 2, PP 2 and two virtual stages each where the layers divide, EP 2
+    where there are experts; tied and untied, vocabulary 131, plain layers before expert layers."""
+    hf = make_toy(tmp_path / "hf", toy)
+    shape = shape_of(hf)
+    pp, vpp = (2, 2) if shape.num_layers % 4 == 0 else (1, 1)
+    ep = 1 if shape.experts is None else 2
+    layout = Layout(world=2 * pp, tp=2, pp=pp)
+    for profile in ("te", "local"):
+        names = assert_round_trip(
+            hf, tmp_path / profile, legacy=layout, vpp=vpp, ep=ep, profile=profile
+        )
+        assert len(names) == 2 * pp * ep
 
 
 def chunk_offsets(pp: int, vpp: int, layers: int, rank: int, chunk: int) -> int:

@@ -105,9 +105,13 @@ class MegatronSource:
 
     def read_fused(self, name: str, box: Box) -> torch.Tensor:
         """That region of a fused Megatron tensor, in the stored dtype."""
-        result = torch.empty(extent(box), dtype=self.stored.dtypes[self._key(name)[0]])
+        result = torch.empty(extent(box), dtype=self.fused_dtype(name))
         self._fill_fused_(result, name, box)
         return result
+
+    def fused_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a fused Megatron tensor is stored."""
+        return self.stored.dtypes[self._key(name)[0]]
 
     def _fill_fused_(self, out: torch.Tensor, name: str, box: Box) -> None:
         key, place = self._key(name)
@@ -137,7 +141,7 @@ class MegatronSource:
         return key if key in self.stored.shapes else self._local.get(key, key)
 
     def _stored_dtype(self, hf: str) -> torch.dtype:
-        return self.stored.dtypes[self._key(self._parts[hf][0].name)[0]]
+        return self.fused_dtype(self._parts[hf][0].name)
 
     def _check_shape(self, name: str, full: tuple[int, ...], vocab: bool) -> None:
         key, place = self._key(name)

@@ -11,7 +11,7 @@ import torch
 from megagrpo.types import ModelShape, TensorInfo, TensorSource
 from megagrpo.weights.accounting import check_names, check_shapes
 from megagrpo.weights.experts import open_hf
-from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes, stored_key
+from megagrpo.weights.fused import fused_rows, fused_slices, stored_boxes
 from megagrpo.weights.megatron_io import MegatronSource
 from megagrpo.weights.rows import HF_EMBEDDING, HF_HEAD, ignored
 from megagrpo.weights.slices import by_megatron, cast, from_hf, gather, row_blocks, whole
@@ -77,7 +77,7 @@ def _different_fused(left: TensorSource, right: MegatronSource, shape: ModelShap
     parts = by_megatron(fused_slices(shape))
     different = []
     for name, row in fused_rows(shape):
-        dtype = right.stored.dtypes[right.kept(stored_key(name, shape)[0])]
+        dtype = right.fused_dtype(name)
         boxes = stored_boxes(shape, row)
         same = all(
             _bits(gather(box, from_hf(parts[name]), left.read, dtype)).equal(
