@@ -1,4 +1,5 @@
-"""Prints by how many bytes each direction of a conversion raises this process's peak memory.
+"""Prints by how many bytes each direction of a conversion raises this process's peak memory, and
+what the same measurement says of KNOWN bytes.
 
     python -m tests.conversion_memory HF_FOLDER TOY_FOLDER SCRATCH_FOLDER
 
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from megagrpo.model.hf_config import read_shape
 from megagrpo.weights.convert import hf_to_megatron, megatron_to_hf
+
+KNOWN = 20 << 20
 
 
 def status(field: str) -> int:
@@ -41,4 +44,4 @@ def both_ways(hf: Path, scratch: Path) -> tuple[int, int]:
 if __name__ == "__main__":
     folder, toy, free = (Path(argument) for argument in sys.argv[1:])
     both_ways(toy, free)
-    print(*both_ways(folder, free))
+    print(*both_ways(folder, free), growth(lambda: b"x" * KNOWN))
