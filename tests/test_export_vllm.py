@@ -1,7 +1,8 @@
 """Exports in real vLLM and transformers, loaded from disk: what they answer is what transformers
 answers on the original folder.
 
-Every family that vLLM runs on a CPU. Not DeepSeek: vLLM has no latent attention on a CPU.
+Every family that vLLM runs on a CPU in float32. Not DeepSeek: the latent attention of vLLM 0.32
+needs bfloat16 and AMX there, and rounding then decides between experts.
 """
 
 from pathlib import Path

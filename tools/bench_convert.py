@@ -7,10 +7,12 @@ megatron2hf; both again with several workers if asked. Each step runs in a forke
 counts from the point where a small model went through once. The best of the repeats is printed,
 because whatever else runs on the machine only slows a step down; CPU seconds are printed too, since
 they suffer least from that (they and the memory are without those of worker processes). Files stay
-in the page cache: this measures the converter, not the disk. Linux only (/proc).
+in the page cache: this measures the converter, not the disk. Every export is compared with the
+source, byte for byte. Linux only (/proc).
 """
 
 import argparse
+import filecmp
 import json
 import multiprocessing
 import shutil
@@ -165,6 +167,13 @@ def clear(scratch: Path) -> None:
     (scratch / "toy").mkdir(parents=True)
 
 
+def check(hf: Path, scratch: Path) -> None:
+    """Raise ValueError unless what was exported is the source, byte for byte."""
+    for path in scratch.glob(f"back*/{SINGLE}"):
+        if not filecmp.cmp(hf / SINGLE, path, shallow=False):
+            raise ValueError(f"{path} differs from what it was made of")
+
+
 def forget(scratch: Path) -> None:
     """Remove what a step wrote, but for the checkpoint that exports read: else the system would
     make the last steps of a turn wait for the disk."""
@@ -214,6 +223,7 @@ def run(gigabytes: float, repeats: int, parent: Path | None, workers: int = 1) -
             clear(scratch)
             for name, step in todo.items():
                 turns[name].append(measured(step, hf, toy, scratch))
+                check(hf, scratch)
                 forget(scratch)
         sizes = [volume(whole(i.shape)) * i.dtype.itemsize for i in HFSource(hf).tensors()]
         results = {name: best(found) for name, found in turns.items()}
