@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.weights.folders import staged
+from megagrpo.weights.folders import copy_side_files, staged
 
 
 def fill(out: Path, *sources: Path) -> None:
@@ -86,3 +86,24 @@ def test_a_failure_leaves_no_trace_and_an_empty_destination_stays(tmp_path: Path
     with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out"):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["out"] and not os.listdir(tmp_path / "out")
+
+
+def test_side_files_are_all_but_weights_hidden_ones_and_unknown_folders(tmp_path: Path) -> None:
+    """CONV-35: further chat templates lie in a folder of their own."""
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    texts = ("config.json", "chat_template.jinja", "merges.txt", "modeling_x.py", "README.md")
+    templates = ("additional_chat_templates/tools.jinja", "additional_chat_templates/rag.jinja")
+    left = ("pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "x.gguf")
+    for name in (
+        *texts,
+        *templates,
+        *left,
+        ".git/config",
+        ".gitattributes",
+        "original/params.json",
+    ):
+        (hf / name).parent.mkdir(parents=True, exist_ok=True)
+        (hf / name).write_text("{}")
+    copy_side_files(hf, out)
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert found == {*texts, *templates}
