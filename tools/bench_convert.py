@@ -6,15 +6,16 @@ Makes a random bfloat16 model, then takes turns: plain copy (load_file, save_fil
 megatron2hf; both again with several workers if asked. Each step runs in a forked process, and
 counts from the point where a small model went through once. The best of the repeats is printed,
 because whatever else runs on the machine only slows a step down; CPU seconds are printed too, since
-they suffer least from that (they and the memory are without those of worker processes). Files stay
-in the page cache: this measures the converter, not the disk. Every export is compared with the
-source, byte for byte. Linux only (/proc).
+they suffer least from that (the memory is without that of worker processes). Files stay in the page
+cache: this measures the converter, not the disk. Every export is compared with the source, byte for
+byte. Linux only (/proc).
 """
 
 import argparse
 import filecmp
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
@@ -44,7 +45,7 @@ class Measurement:
     """One step, once or at its best."""
 
     seconds: float  # by the clock
-    cpu: float  # seconds of this process
+    cpu: float  # seconds of this process and its workers
     peak: int  # bytes above what the process held before
 
 
@@ -129,13 +130,18 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+def cpu_seconds() -> float:
+    """Of this process and of its workers that have ended."""
+    return sum(os.times()[:4])
+
+
 def measure(step: Callable[[], None], warm_up: Callable[[], None]) -> tuple[float, float, int]:
     """The fields of a Measurement of `step` in this process."""
     warm_up()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
-    before, clock, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    before, clock, cpu = memory("VmRSS"), time.perf_counter(), cpu_seconds()
     step()
-    seconds, cpu = time.perf_counter() - clock, time.process_time() - cpu
+    seconds, cpu = time.perf_counter() - clock, cpu_seconds() - cpu
     return seconds, cpu, memory("VmHWM") - before
 
 
