@@ -48,6 +48,7 @@ class StoredTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._chunks: dict[str, BoxIndex[_Chunk]] = {}
+        self._paths: dict[str, Path] = {}  # one object for every file
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not OTHER_STATE.match(key):
                 self._add(key, entry, metadata.storage_data)
@@ -97,7 +98,6 @@ class StoredTensors:
         self.shapes[key] = tuple(entry.size)
         self.dtypes[key] = entry.properties.dtype
         chunks: list[_Chunk] = []
-        paths: dict[str, Path] = {}
         for stored in entry.chunks:
             where = storage.get(MetadataIndex(key, stored.offsets))
             if where is None:
@@ -106,7 +106,8 @@ class StoredTensors:
                 raise ValueError(f"{self._folder}: {where.relative_path!r} is no plain file name")
             pairs = zip(stored.offsets, stored.sizes, strict=True)
             box = tuple((start, start + size) for start, size in pairs)
-            path = paths.setdefault(where.relative_path, self._folder / where.relative_path)
+            name = where.relative_path
+            path = self._paths.setdefault(name, self._folder / name)
             chunks.append(_Chunk(box, path, where.offset, where.length))
         check_cover(whole(entry.size), [chunk.box for chunk in chunks], f"{self._folder}: {key}")
         self._chunks[key] = BoxIndex([(chunk.box, chunk) for chunk in chunks])
