@@ -8,6 +8,7 @@ back-end costs minutes at start and nothing here gains from it). A user's own va
 import argparse
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 from megagrpo import log
 from megagrpo.config import help_text
 from megagrpo.config_file import EVALUATION_NEEDS, load_config
+
+SILENT_RANK_WAITS_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         log.error(f"error: {' '.join(str(error).split())}", all_ranks=speaks)
+        if not speaks:
+            # torchrun ends all ranks of a host when the first exits, which must not come before
+            # the one that speaks; it usually ends this sleep.
+            time.sleep(SILENT_RANK_WAITS_S)
         return 2
     return status
 

@@ -71,6 +71,8 @@ def _read_word(word: str) -> DictConfig:
 def _merge(tree: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
     """One layer over another; an unknown key names the nearest known one."""
     _check_sections(layer, origin)
+    for name in sorted(OmegaConf.missing_keys(layer)):
+        raise ValueError(f"{name} in {origin} is '???', which stands for no value; give it one")
     try:
         merged = OmegaConf.merge(tree, layer)
     except omegaconf_errors.ConfigKeyError as error:

@@ -185,8 +185,11 @@ def test_a_mistake_on_another_host_is_said_by_its_first_rank(
     """A dataset that is missing on the second host only."""
     for name, value in {"RANK": "8", "LOCAL_RANK": local, "WORLD_SIZE": "16"}.items():
         monkeypatch.setenv(name, value)
+    waited: list[float] = []
+    monkeypatch.setattr("megagrpo.cli.time.sleep", waited.append)
     assert main(["train", *words(place, tmp_path / "run", "data.train=absent.jsonl")]) == 2
     assert capfd.readouterr().err.count("[rank 8] error: ") == times
+    assert len(waited) == 1 - times, "who says nothing must not end the one who speaks"
 
 
 def test_words_stand_before_and_after_options_and_what_is_neither_is_refused(
@@ -198,6 +201,8 @@ def test_words_stand_before_and_after_options_and_what_is_neither_is_refused(
     assert "unknown key 'rollout.gruop_size' in override" in capfd.readouterr().err
     assert main([*between, "data.train=y"]) == 2
     assert "rewards is empty" in capfd.readouterr().err  # both paths were read
+    assert main([*between, "data.train=???"]) == 2
+    assert "data.train in override 'data.train=???' is '???'" in capfd.readouterr().err
     for wrong in (["train", "a=1", "--confg", "b"], ["report", str(tmp_path), "optim.lr=1"]):
         with pytest.raises(SystemExit) as left:
             main(wrong)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megagrpo.data.packing import pack
 from megagrpo.data.prompts import decode, load_prompts, load_tokenizer
 from megagrpo.data.sampler import PromptSampler
-from megagrpo.rollout.storage import dump_rollouts, load_rollouts
+from megagrpo.rollout.storage import Rollout, dump_rollouts
 from megagrpo.types import Completion, Prompt, Sample
 from tests.tiny_models import BOS_ID, EOS_ID, write_tokenizer
 
@@ -347,7 +347,7 @@ def test_dumped_rollouts_read_back_exactly(
     ]
     path = tmp_path_factory.mktemp("dump") / "rollouts" / "step_3.jsonl"
     dump_rollouts(path, samples, {"advantage": [0.5, -0.5]})
-    assert load_rollouts(path) == samples
+    assert list(Rollout.load(path).samples) == samples
     assert [json.loads(line)["advantage"] for line in path.read_text().splitlines()] == [0.5, -0.5]
     assert [file.name for file in path.parent.iterdir()] == ["step_3.jsonl"]
 
@@ -364,4 +364,4 @@ def test_a_sample_whose_ids_and_logprobs_differ_is_not_dumped(tmp_path: Path) ->
 def test_a_file_that_is_no_rollout_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"group": 1}\n')
     with pytest.raises(ValueError, match="x.jsonl:1: not a dumped sample"):
-        load_rollouts(tmp_path / "x.jsonl")
+        Rollout.load(tmp_path / "x.jsonl")

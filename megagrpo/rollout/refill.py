@@ -54,7 +54,7 @@ class Refill:
             fine = self.useful(rollout.samples)
             useful = [group for group in rollout.groups if group in fine]
             if not self.refills:
-                return self._with_spares(rollout, useful, min(self.groups, len(prompts)))
+                return self._with_spares(rollout, useful)
             if len(useful) >= self.groups:
                 flat = rollout.groups.keys() - fine
                 return rollout.drop(flat, FLAT).drop(useful[self.groups :], SURPLUS)
@@ -65,8 +65,9 @@ class Refill:
             "algorithm.filter_flat_groups=false"
         )
 
-    def _with_spares(self, rollout: Rollout, useful: list[int], wanted: int) -> Rollout:
-        """The first `wanted` useful groups; others make up the number where those are too few."""
+    def _with_spares(self, rollout: Rollout, useful: list[int]) -> Rollout:
+        """The first useful groups; others make up the number where those are too few."""
         poor = [group for group in rollout.groups if group not in set(useful)]
-        taken = len(useful[:wanted])
-        return rollout.drop(useful[wanted:], SURPLUS).drop(poor[wanted - taken :], FAILED)
+        taken = len(useful[: self.groups])
+        spare = rollout.drop(useful[self.groups :], SURPLUS)
+        return spare.drop(poor[self.groups - taken :], FAILED)

@@ -98,7 +98,7 @@ def dump_rollouts(
     Not forced to disk: a rollout can be lost with the machine, a step must not wait for it.
 
     `extras` are further columns, one value per sample, e.g. {"advantage": [0.7, -0.7]}; they are
-    there to be read by people and `load_rollouts` skips them. Raises ValueError where ids and
+    there to be read by people and `Rollout.load` skips them. Raises ValueError where ids and
     log-probs, or an extra column and the samples, differ in length.
     """
     path = Path(path)
@@ -117,11 +117,6 @@ def dump_rollouts(
             file.write(encode(line) + "\n")
     os.replace(unfinished, path)
     return path
-
-
-def load_rollouts(path: str | Path) -> list[Sample]:
-    """All samples in order, ids and log-probs exactly as dumped; `Rollout.load` says more."""
-    return list(Rollout.load(path).samples)
 
 
 def dumped_steps(folder: str | Path) -> list[int]:

@@ -8,7 +8,7 @@ from megagrpo.algo.corrections import resolve_correction
 from megagrpo.algo.kl_control import KLController, resolve_controller
 from megagrpo.algo.settings import LossSettings, resolve_loss_defaults
 from megagrpo.config import Config
-from megagrpo.config_algorithm import KLConfig
+from megagrpo.config_algorithm import AlgorithmConfig, KLConfig, MismatchConfig
 from megagrpo.parallel import platform
 
 
@@ -78,26 +78,9 @@ def _resolved_kl(config: Config) -> KLConfig:
 
 def resolve(config: Config) -> Config:
     """Fill every null that has a documented default, so that config.yaml shows what runs."""
-    algorithm = config.algorithm
-    loss = loss_settings(config)
-    correction = algorithm.correction
-    bounds = resolve_correction(correction.mode, correction.cap, correction.low)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if platform.default_dtype() == torch.bfloat16 else "float32"
-    mismatch = algorithm.mismatch
-    warn, stop = (0.05, 0.1) if dtype == "bfloat16" else (1e-4, 1e-3)
-    mismatch = replace(
-        mismatch,
-        warn=warn if mismatch.warn is None else mismatch.warn,
-        stop=stop if mismatch.stop is None else mismatch.stop,
-    )
-    assert mismatch.warn is not None and mismatch.stop is not None, "filled in above"
-    if mismatch.warn > mismatch.stop:
-        raise ValueError(
-            f"algorithm.mismatch.warn={mismatch.warn} is over algorithm.mismatch.stop="
-            f"{mismatch.stop}: the run would end without a warning; lower warn or raise stop"
-        )
     seed = config.trainer.seed
     offload = config.reference.offload
     if offload is None and config.reference.use != "never":
@@ -109,27 +92,12 @@ def resolve(config: Config) -> Config:
         config,
         model=replace(config.model, dtype=dtype),
         reference=replace(config.reference, offload=offload),
-        algorithm=replace(
-            algorithm,
-            eps_low=loss.eps_low,
-            eps_high=loss.eps_high,
-            cap=loss.cap,
-            aggregation=loss.aggregation,
-            level=loss.level,
-            tau_positive=loss.tau_positive,
-            tau_negative=loss.tau_negative,
-            gamma_positive=None if loss.gamma_positive is None else list(loss.gamma_positive),
-            gamma_negative=None if loss.gamma_negative is None else list(loss.gamma_negative),
-            normalize=loss.normalize,
-            kl=_resolved_kl(config),
-            correction=replace(correction, cap=bounds.high, low=bounds.low),
-            mismatch=mismatch,
-        ),
+        algorithm=_resolved_algorithm(config, dtype),
         rollout=replace(
             config.rollout,
             kv_cache_gb=cache,
             max_num_gen_batches=config.rollout.max_num_gen_batches
-            or (GENERATION_BATCHES if algorithm.filter_flat_groups else None),
+            or (GENERATION_BATCHES if config.algorithm.filter_flat_groups else None),
             seed=seed if config.rollout.seed is None else config.rollout.seed,
         ),
         eval=replace(config.eval, seed=seed if config.eval.seed is None else config.eval.seed),
@@ -139,3 +107,38 @@ def resolve(config: Config) -> Config:
             shuffle_seed=(seed if config.data.shuffle_seed is None else config.data.shuffle_seed),
         ),
     )
+
+
+def _resolved_algorithm(config: Config, dtype: str) -> AlgorithmConfig:
+    """The loss's own defaults, bounds of the correction, limits of the alarm for `dtype`."""
+    algorithm, loss = config.algorithm, loss_settings(config)
+    correction = algorithm.correction
+    bounds = resolve_correction(correction.mode, correction.cap, correction.low)
+    return replace(
+        algorithm,
+        eps_low=loss.eps_low,
+        eps_high=loss.eps_high,
+        cap=loss.cap,
+        aggregation=loss.aggregation,
+        level=loss.level,
+        tau_positive=loss.tau_positive,
+        tau_negative=loss.tau_negative,
+        gamma_positive=None if loss.gamma_positive is None else list(loss.gamma_positive),
+        gamma_negative=None if loss.gamma_negative is None else list(loss.gamma_negative),
+        normalize=loss.normalize,
+        kl=_resolved_kl(config),
+        correction=replace(correction, cap=bounds.high, low=bounds.low),
+        mismatch=_resolved_mismatch(algorithm.mismatch, dtype),
+    )
+
+
+def _resolved_mismatch(mismatch: MismatchConfig, dtype: str) -> MismatchConfig:
+    warn, stop = (0.05, 0.1) if dtype == "bfloat16" else (1e-4, 1e-3)
+    warn = warn if mismatch.warn is None else mismatch.warn
+    stop = stop if mismatch.stop is None else mismatch.stop
+    if warn > stop:
+        raise ValueError(
+            f"algorithm.mismatch.warn={warn} is over algorithm.mismatch.stop={stop}: the run would "
+            "end without a warning; lower warn or raise stop"
+        )
+    return replace(mismatch, warn=warn, stop=stop)
