@@ -1,15 +1,20 @@
-"""Blobs against torch.save and torch.load; the benchmark of the converter in small."""
+"""Blobs against torch.save and torch.load; boxes of arrays; the benchmark of the converter."""
 
 import io
+import math
 import pickle
 import runpy
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megagrpo.weights.arrays import ArrayReader
+from megagrpo.weights.arrays import ArrayReader, StoredArray
 from megagrpo.weights.blobs import BlobReader, frame
+from megagrpo.weights.slices import index
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -84,3 +89,25 @@ def test_benchmark_prints_both_directions_next_to_the_plain_copy(
     assert list(tmp_path.iterdir()) == []
     assert main(["--gigabytes", "0.1"]) == 2
     assert "at least 0.17" in capsys.readouterr().err
+
+
+@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
+def test_any_box_of_an_array_in_a_file_is_what_indexing_gives(
+    data: st.DataObject, shape: list[int], cast: bool
+) -> None:
+    """Whatever dimensions the box takes one element of, into tensors with gaps too."""
+    values = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    box = tuple(
+        (start, data.draw(st.integers(start + 1, size)))
+        for size in shape
+        for start in (data.draw(st.integers(0, size - 1)),)
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"before" + values.numpy().tobytes())
+        file.flush()
+        array = StoredArray(Path(file.name), 6, tuple(shape), torch.float32)
+        found = torch.full(shape, -1.0, dtype=torch.float64 if cast else torch.float32)
+        ArrayReader().fill_(found[index(box)], array, box, "x")
+    wanted = torch.full(shape, -1.0)
+    wanted[index(box)] = values[index(box)]
+    assert torch.equal(found.float(), wanted)
