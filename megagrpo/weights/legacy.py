@@ -4,8 +4,9 @@ Each holds {"model": that rank's parameters, "args": argparse.Namespace, "checkp
 with virtual pipeline stages "model0", "model1", ... instead: chunk v of stage p holds the layers of
 stage v * pp + p of a pipeline that much longer, and is read as that. The layout comes from the
 folder names and from what each file holds, the naming profile ("te", "te_grouped" or "local") from
-the names; `args` is for Megatron-LM and never read. Written by `legacy_write.py`. Left out, and
-refused by their shapes: experts cut otherwise than the rest (expert tensor ranks other than tp).
+the names; `args` is for Megatron-LM and only explains what does not fit. Written by
+`legacy_write.py`. Left out, and refused by their shapes: experts cut otherwise than the rest
+(expert tensor ranks other than tp).
 """
 
 import re

@@ -50,7 +50,7 @@ def check_source(source: TensorSource, shape: ModelShape) -> list[TensorInfo]:
 def verify(
     hf: Path, megatron: Path, shape: ModelShape, dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
-    """Compare a HuggingFace folder with a torch_dist checkpoint, every byte, both directions.
+    """Compare a HuggingFace folder with a checkpoint of either format, every byte, both directions.
 
     With `dtype` the HuggingFace side is cast to it first. Returns (HuggingFace tensors, Megatron
     tensors) compared; raises Different naming what differs.
