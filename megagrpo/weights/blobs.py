@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megagrpo.weights.arrays import ArrayReader, StoredArray
@@ -136,9 +135,8 @@ class BlobReader:
         candidates = self._known.setdefault(length, [])
         known = next((known for known in candidates if _same_head(known, window)), None)
         if known is None:
-            with FakeTensorMode():  # its pickle without its numbers
-                tensor = _load(path, window, offset)
-            known = _surroundings(window, tensor)
+            # On no device torch reads the pickle and leaves the numbers where they are.
+            known = _surroundings(window, _load(path, window, offset, "meta"))
             if known is None:
                 return _load(path, window, offset)
             candidates.append(known)
@@ -152,10 +150,10 @@ class BlobReader:
         return self._arrays.read(found, whole(found.shape), f"{path}: blob at {offset}")
 
 
-def _load(path: Path, window: Window, offset: int) -> torch.Tensor:
+def _load(path: Path, window: Window, offset: int, device: str = "cpu") -> torch.Tensor:
     window.seek(0)
     try:
-        tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location="cpu")
+        tensor = torch.load(cast(IO[bytes], window), weights_only=True, map_location=device)
     except BROKEN as error:
         reason = first_line(error)
         raise ValueError(f"{path}: blob at {offset} is refused: {reason}") from None
