@@ -122,8 +122,8 @@ def megatron_to_hf(
     *,
     workers: int = 1,
 ) -> Summary:
-    """Write `out`, a HuggingFace folder, from the checkpoint `megatron` of either format; side files
-    come from the folder `template`, which needs no weights; it may be a config file alone.
+    """Write `out`, a HuggingFace folder, from the checkpoint `megatron` of either format; side
+    files come from the folder `template`, which needs no weights; it may be a config file alone.
 
     Tensors keep the dtype that they came with unless `dtype` is given. Raises ValueError before
     anything is written if the checkpoint does not fit `shape`.
