@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megagrpo.model.build import ModelSettings, build_model, local_parameters
@@ -251,6 +252,8 @@ def test_exported_file_holds_its_tensors_and_nothing_more(
     data = sum(tensor.nbytes for tensor in weights(tmp_path / "back").values())
     assert file.stat().st_size == header + data
     assert header % 8 == 0
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}  # transformers up to 4 refuses a file without
 
 
 def test_stored_chunks_hold_no_more_than_their_own_elements(plain: tuple[Path, Path]) -> None:
