@@ -34,8 +34,8 @@ from megagrpo.parallel.mcore_repairs import WRITE_QUEUE, fork_write_queue
 from megagrpo.trainer import checkpoint as saving
 from megagrpo.trainer import manifest
 from megagrpo.trainer.batch import AdvantageSettings, CutSettings, make_batch
-from megagrpo.trainer.phases import Phases
 from megagrpo.trainer.objective import Objective
+from megagrpo.trainer.phases import Phases
 from megagrpo.trainer.policy import MismatchStop, Policy, PolicySettings
 from megagrpo.trainer.preflight import Prepared, prepare
 from megagrpo.trainer.scoring import Scoring, score

@@ -161,6 +161,7 @@ def forward_logits(
 
     Full logits of every micro-batch exist at once. All ranks of the world join.
     """
+
     def logits_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         shards = [torch.empty_like(logits) for _ in range(context.layout.tp)]
         # All tensor ranks of the last stage.
