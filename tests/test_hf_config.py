@@ -155,6 +155,7 @@ def test_rope_scaling_is_carried_and_other_types_are_refused_by_name(tmp_path: P
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 makes"),
     ],
 )
 def test_what_the_model_code_does_not_do_is_refused_by_name(

@@ -15,9 +15,10 @@ from megagrpo.model.hf_families import Family, family_of, refuse_sliding_window,
 from megagrpo.model.hf_fields import Fields, flag, integer, number, read_json
 from megagrpo.model.hf_parts import experts_of, gemma_of, latent_of
 from megagrpo.model.hf_rope import rotary, rotary_by_kind
-from megagrpo.types import ModelShape
+from megagrpo.types import Experts, ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_MODULES = 1_000_000  # layers times experts; the largest model known has 15,616
 
 
 def hf_folder(path: str | Path) -> Path:
@@ -88,6 +89,8 @@ def _shape(config: Fields, to_convert: bool) -> ModelShape:
     layers = integer(config, "num_hidden_layers")
     if family.name not in ("gemma2", "gemma3"):
         refuse_sliding_window(config, family, layers)
+    experts = experts_of(config, family, layers)
+    _refuse_endless(layers, experts)
     latent = latent_of(config, family)
     heads = integer(config, "num_attention_heads")
     if family.name == "gemma3":
@@ -113,10 +116,20 @@ def _shape(config: Fields, to_convert: bool) -> ModelShape:
         rope_scaling=scaling,
         max_positions=integer(config, "max_position_embeddings"),
         dtype=_dtype(config),
-        experts=experts_of(config, family, layers),
+        experts=experts,
         latent=latent,
         gemma=gemma_of(config, family, layers, local_theta),
     )
+
+
+def _refuse_endless(layers: int, experts: Experts | None) -> None:
+    """A list of names is made of these numbers before any file is looked into."""
+    modules = layers * (1 if experts is None else experts.count)
+    if modules > MOST_MODULES:
+        raise ValueError(
+            f"num_hidden_layers={layers} makes {modules} layers or experts, over {MOST_MODULES}; "
+            "the config is broken"
+        )
 
 
 def _kv_heads(config: Fields, family: Family, heads: int) -> int:
