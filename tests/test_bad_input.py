@@ -222,3 +222,23 @@ def test_a_cache_below_one_sequence_is_refused_and_one_above_is_not(tmp_path: Pa
     below = load_config(None, [*words, f"rollout.kv_cache_gb={needed * 0.99}"])
     with pytest.raises(ValueError, match="rollout.kv_cache_gb=.* 200 tokens, which needs 0.00024"):
         preflight.prepare(below, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "algorithm.gamma=0.5",  # ADV-22, ADV-23: returns over tokens
+        "algorithm.lam=0.9",
+        "rollout.partial_rollouts=true",  # ADV-30
+        "actor_rollout_ref.rollout.partial_rollout=true",
+        "critic.optim.lr=1e-5",  # LP-13: a value head
+        "value_head=true",
+        "model.lora_rank=8",
+        "rollout.multi_turn.enable=true",
+    ],
+)
+def test_a_feature_that_is_not_offered_has_no_key_and_is_refused_by_its_name(word: str) -> None:
+    """ADV-22, ADV-23, ADV-30, LP-13: one reward per completion, whole rollouts, no critic."""
+    given = ["model.path=x", "data.train=y", "rewards=[{path: exact_match}]", word]
+    with pytest.raises(ValueError, match=f"unknown key '{word.partition('=')[0]}'"):
+        load_config(None, given)
