@@ -49,6 +49,25 @@ def loaded(prompts, completions):
     heavy = {"torch", "vllm", "transformers", "megatron", "numpy"} & set(sys.modules)
     return [float(len(heavy))] * len(completions)
 
+def forks(prompts, completions):
+    """The child comes back as well, with an answer of its own."""
+    return [99.0 if os.fork() == 0 else float(text) for text in completions]
+
+def scribbles(prompts, completions):
+    for descriptor in range(3, 10):
+        try:
+            os.write(descriptor, completions[0].encode())
+        except OSError:
+            pass
+    return [1.0] * len(completions)
+
+def leaves(prompts, completions):
+    import subprocess
+    started = subprocess.Popen(["sleep", "600"])
+    with open(os.path.join(PLACE, "started"), "w") as file:
+        file.write(str(started.pid))
+    time.sleep(600.0)
+
 def flaky(prompts, completions):
     """Raises on the first two calls that it ever gets."""
     file = os.path.join(PLACE, "calls")
@@ -174,6 +193,45 @@ def test_retries_ask_again_and_only_the_last_failure_counts(
     assert (module.parent / "calls").read_text() == "xx"
 
 
+def test_a_fork_that_comes_back_never_answers_for_another_call(
+    runners: list[RewardRunner], module: Path
+) -> None:
+    runner = isolated(runners, module, "forks", workers=1, timeout_s=30.0)
+    assert scored(runner, ["1"], ["2"], ["3"]) == [[1.0], [2.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense\n", "[1.0]\n", "[1]\n", '{"a": 1}\n', "[" * 99999 + "\n"]
+)
+def test_what_else_is_written_into_the_pipe_of_answers_fails_its_samples_and_hangs_nobody(
+    runners: list[RewardRunner], module: Path, text: str
+) -> None:
+    runner = isolated(runners, module, "scribbles", workers=1, timeout_s=30.0)
+    assert scored(runner, [text], [text]) == [[None], [None]]
+    assert "something wrote into the pipe of its answers" in runner.tracebacks["scribbles"]
+    assert runner.take_counts().errors == 2
+
+
+def test_a_fault_of_the_lane_itself_is_raised_and_not_waited_for(
+    runners: list[RewardRunner], module: Path
+) -> None:
+    runner = isolated(runners, module, timeout_s=30.0, kwargs={"delay": (n for n in ())})
+    runner.submit(0, ["p"], ["c"], {})
+    with pytest.raises(TypeError, match="cannot pickle"):
+        runner.collect()
+
+
+def test_what_a_hung_function_started_ends_with_its_worker(
+    runners: list[RewardRunner], module: Path
+) -> None:
+    assert scored(isolated(runners, module, "leaves", timeout_s=1.5), ["x"]) == [[None]]
+    left = int((module.parent / "started").read_text())
+    deadline = time.monotonic() + 10.0
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it outlived its worker"
+        time.sleep(0.02)
+
+
 def test_a_worker_starts_fast_and_loads_nothing_heavy(
     runners: list[RewardRunner], module: Path
 ) -> None:
@@ -182,8 +240,8 @@ def test_a_worker_starts_fast_and_loads_nothing_heavy(
     try:
         assert worker.hear(time.monotonic() + 20.0) == "ready"
         assert time.perf_counter() - start < 5.0  # 0.1 s on a free core
-        worker.tell(({"prompts": ["p"], "completions": ["c"]}, 1), time.monotonic() + 20.0)
-        assert worker.hear(time.monotonic() + 20.0) == [0.0]
+        worker.tell((4, {"prompts": ["p"], "completions": ["c"]}, 1), time.monotonic() + 20.0)
+        assert worker.hear(time.monotonic() + 20.0) == [4, [0.0]]
         memory = psutil.Process(worker.process.pid).memory_info().rss
         assert memory < 40 * 2**20
     finally:
@@ -197,7 +255,7 @@ def test_a_worker_dies_with_the_process_that_started_it(module: Path) -> None:
         "from megagrpo.rewards.process_lane import Worker\n"
         f"worker = Worker({f'{module}:play'!r})\n"
         "worker.hear(time.monotonic() + 20.0)\n"
-        "asked = ({'prompts': ['p'], 'completions': ['hang']}, 1)\n"
+        "asked = (1, {'prompts': ['p'], 'completions': ['hang']}, 1)\n"
         "worker.tell(asked, time.monotonic() + 20.0)\n"
         "print(worker.process.pid, flush=True)\n"
         "time.sleep(60.0)\n"

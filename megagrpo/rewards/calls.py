@@ -5,7 +5,8 @@ alone, up to 1 + `retries` times, and only its last failure counts (a group of o
 try). A call may take `timeout_s`, a group with all its tries (1 + retries) x that; a call that
 hangs is not repeated, since it has cost its time already.
 
-The only broad excepts of the package are here: what is called is somebody else's code.
+The broad excepts of the package are here, since what is called is somebody else's code (and one in
+`process_lane.py`, which hands a fault of ours to whoever waits).
 """
 
 import asyncio
@@ -141,7 +142,8 @@ async def _asked_async(call: Call, place: int | None, size: int) -> bool | None:
             answer = await call.ask(place)
         call.note(read_scores(answer, size), place)
         return True
-    except (Exception, SystemExit):
+    # A CancelledError that is not the clock's is the function's own.
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError):
         if clock.expired():
             # What it raised before stays no answer: it was being asked again.
             if place is not None:

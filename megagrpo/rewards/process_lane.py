@@ -5,8 +5,10 @@ engine. One daemon thread stands for each worker, hands it one group at a time a
 
 - A worker that dies (a crash inside C, os._exit, out of memory) counts as a raise: the completions
   of its group are asked one at a time and only the one that kills is failed.
-- One that hangs is killed by its pid; then the completions are asked one at a time too, sharing a
-  second time limit, and those that hang again are failed.
+- One that hangs is killed by its pid, with what it started; then the completions are asked one at a
+  time too, sharing a second time limit, and those that hang again are failed.
+- What is no reply to the call (its function, or a fork of it, writes into the pipe) counts as a
+  death: a score is never taken for that of another call.
 - A function that does nothing but hang is not waited for group by group: after two hung groups per
   worker, those that were waiting already are failed unasked.
 """
@@ -15,11 +17,13 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,9 @@ from megagrpo.rewards.calls import Call
 from megagrpo.rewards.worker import frame
 
 _START_S = 120.0  # the reward's module may import slowly
+_LONGEST = 16 << 20  # bytes of one answer
+_LONGEST_POLL_MS = (1 << 31) - 1
+_NONSENSE = "something wrote into the pipe of its answers"
 
 
 class WorkerHungError(Exception):
@@ -71,7 +78,12 @@ class ProcessLane:
                 call.done.set_result(None)
                 continue
             ended = seat.ended
-            _ask_by_rule(call, seat)
+            try:
+                _ask_by_rule(call, seat)
+            except Exception as error:  # ours; who waits for the call must not wait for ever
+                seat.close()
+                call.done.set_exception(error)
+                continue
             with self._lock:
                 self.replaced += seat.ended - ended
                 if call.answers:
@@ -141,7 +153,7 @@ class _Seat:
     def __init__(self, path: str) -> None:
         self._path = path
         self._worker: Worker | None = None
-        self.ended = 0
+        self.ended, self._asked = 0, 0
 
     def ready(self) -> str:
         """Start a worker if there is none; returns what went wrong, or ""."""
@@ -163,8 +175,9 @@ class _Seat:
         assert self._worker is not None, "ready() left no worker"
         deadline = time.monotonic() + seconds
         try:
-            self._worker.tell((arguments, size), deadline)
-            return self._worker.hear(deadline)
+            self._asked += 1
+            self._worker.tell((self._asked, arguments, size), deadline)
+            return _answer(self._worker.hear(deadline), self._asked, size)
         except (WorkerHungError, WorkerDiedError):
             self._end()
             raise
@@ -196,7 +209,11 @@ class Worker:
         self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._in, False)
         self._heard = b""
-        self.tell((list(sys.path), path), time.monotonic() + _START_S)
+        try:
+            self.tell((list(sys.path), path), time.monotonic() + _START_S)
+        except (WorkerHungError, WorkerDiedError):
+            self.end()
+            raise
 
     def tell(self, value: Any, deadline: float) -> None:
         """Send one object; raises WorkerHungError after the deadline, WorkerDiedError if gone."""
@@ -216,12 +233,18 @@ class Worker:
             if not chunk:
                 raise WorkerDiedError(self._how())
             self._heard += chunk
+            if len(self._heard) > _LONGEST:
+                raise WorkerDiedError(_NONSENSE)
         line, _, self._heard = self._heard.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise WorkerDiedError(_NONSENSE) from None
 
     def end(self) -> None:
-        """Kill it by its pid and close the pipes."""
-        self.process.kill()
+        """Kill its process group, what the function started included, and close the pipes."""
+        with suppress(ProcessLookupError):  # reaped, and nobody left
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         assert self.process.stdin is not None and self.process.stdout is not None, "no pipes"
         self.process.stdin.close()
@@ -240,8 +263,23 @@ def _await_ready(descriptor: int, event: int, deadline: float) -> None:
     """Wait until it can be used; raises WorkerHungError after the deadline."""
     waiting = select.poll()  # select() knows no descriptors over 1023
     waiting.register(descriptor, event)
-    if not waiting.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+    left = deadline - time.monotonic()
+    if left <= 0 or not waiting.poll(min(left * 1000, _LONGEST_POLL_MS)):
         raise WorkerHungError("no answer in time")
+
+
+def _answer(reply: Any, number: int, size: int) -> Any:
+    """What the worker found; raises WorkerDiedError if this is no reply to call `number`.
+
+    The function shares its process with the pipe, so it or a child of it may have written there.
+    """
+    match reply:
+        case [told, str() as found] if told == number:
+            return found
+        case [told, list() as found] if told == number and len(found) == size:
+            if all(item is None or type(item) in (float, str) for item in found):
+                return found
+    raise WorkerDiedError(_NONSENSE)
 
 
 def _absolute(path: str) -> str:

@@ -33,7 +33,7 @@ def frame(value: Any) -> bytes:
 
 
 def main() -> None:
-    """Serve: first frame (module path list, reward path), then (arguments, completions)."""
+    """Serve: first frame (module path list, reward path), then (number, arguments, completions)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -42,15 +42,17 @@ def main() -> None:
     from megagrpo.rewards.base import load_reward
     from megagrpo.rewards.calls import attempt
 
-    function = load_reward(path)
+    function, born = load_reward(path), os.getpid()
     _reply(replies, "ready")
     while True:
         try:
-            arguments, size = read_frame(calls)
+            number, arguments, size = read_frame(calls)
         except EOFError:
             return
         found = attempt(function, arguments, size)
-        _reply(replies, found[-_LONGEST:] if isinstance(found, str) else found)
+        if os.getpid() != born:
+            os._exit(0)  # a fork of the function's that came back: only one may answer
+        _reply(replies, [number, found[-_LONGEST:] if isinstance(found, str) else found])
 
 
 def _reply(replies: IO[str], value: Any) -> None:
