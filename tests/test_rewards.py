@@ -1,6 +1,7 @@
 """Finding reward functions, the built-in rules, and a runner that survives what rewards do."""
 
 import asyncio
+import queue
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megagrpo import log
 from megagrpo.rewards.base import check_columns, load_reward, read_scores, reward_name
+from megagrpo.rewards.lanes import ThreadLane
 from megagrpo.rewards.rules import exact_match, math_answer
 from megagrpo.rewards.runner import RewardRunner, RewardSpec, SampleScore
 from tests.pool import run_ranks
@@ -74,6 +76,18 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
         file.write_text(f"def f(prompts, completions):\n    return [{value}]\n")
         found.append(load_reward(f"{file}:f"))
     assert [f([""], [""]) for f in found] == [[1.0], [2.0]]
+
+
+def test_two_rewards_of_one_file_share_its_state(tmp_path: Path) -> None:
+    file = tmp_path / "shared.py"
+    file.write_text(
+        "seen = []\n"
+        "def first(prompts, completions):\n    seen.append(1)\n    return [0.0]\n"
+        "def second(prompts, completions):\n    return [float(len(seen))]\n"
+    )
+    first, second = load_reward(f"{file}:first"), load_reward(f"{file}:second")
+    first([""], [""])
+    assert second([""], [""]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -363,6 +377,38 @@ def test_an_async_reward_that_blocks_its_loop_is_replaced(make: Make) -> None:
     release.set()
 
 
+@pytest.mark.parametrize("what", [asyncio.CancelledError, KeyboardInterrupt])
+def test_an_async_reward_that_raises_more_than_an_exception_fails_at_once(
+    make: Make, what: type[BaseException]
+) -> None:
+    async def odd(prompts: list[str], completions: list[str]) -> list[float]:
+        raise what
+
+    runner = make(odd)
+    submit(runner, 0, ["a", "b"])
+    start = time.perf_counter()
+    assert [score.failed for score in runner.collect()[0]] == [True, True]
+    assert time.perf_counter() - start < 10.0
+    counts = runner.take_counts()
+    assert (counts.errors, counts.timeouts) == (2, 0)
+
+
+def test_a_hung_thread_that_comes_back_as_it_is_given_up_blocks_nobody() -> None:
+    """It may take the call that stood behind it between a look at the queue and the taking."""
+    lane = ThreadLane()
+
+    class Raced(queue.SimpleQueue):  # type: ignore[type-arg]
+        def empty(self) -> bool:
+            return False
+
+    lane._waiting = Raced()
+    done = threading.Thread(target=lane._abandon, daemon=True)
+    done.start()
+    done.join(10.0)
+    assert not done.is_alive()
+    lane.close()
+
+
 def test_a_reward_that_exits_fails_its_samples_and_not_the_run(make: Make) -> None:
     def exits(prompts: list[str], completions: list[str]) -> list[float]:
         sys.exit(3)
@@ -385,6 +431,8 @@ def test_a_reward_that_exits_fails_its_samples_and_not_the_run(make: Make) -> No
         (["1.0", 1], [True, False]),
         ([float("inf"), True], [True, False]),
         ([[1.0], 0.5], [True, False]),
+        ({0.5, 1.0}, [True, True]),  # in no order
+        ([10**400, 0.5], [True, False]),
         (torch.tensor([0.5, 1.0]), [False, False]),
         ((value for value in (0.5, 1.0)), [False, False]),
     ],
@@ -408,6 +456,8 @@ def test_read_scores_keeps_values_and_explains_the_rest() -> None:
     assert read_scores([1.0], 2) == ["answered 1 scores for 2 completions"] * 2
     (complaint,) = read_scores(["high"], 1)
     assert complaint == "answered 'high', which is no finite number"
+    (short,) = read_scores([[0] * 10**6], 1)
+    assert isinstance(short, str) and len(short) < 300
 
 
 def test_only_the_first_traceback_of_a_reward_is_logged(

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -151,10 +151,12 @@ def _import_file(file: Path) -> ModuleType:
     full = file.resolve()
     # Named after the whole path: two files may share a name, and classes need their module.
     name = f"{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, full)
     assert spec is not None and spec.loader is not None, f"no loader for {full}"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # also for the next reward of the file, which shares its state
     try:
         spec.loader.exec_module(module)
     except _IMPORT_FAULTS:
@@ -234,10 +236,11 @@ def _check_kwargs(spec: RewardSpec) -> None:
 def read_scores(answer: Any, size: int) -> list[float | None | str]:
     """A function's answer as `size` scores; NaN becomes None, what is no score its complaint.
 
-    Text, infinities and non-numbers are no scores; of an answer of another length none is one.
+    Text, infinities and non-numbers are no scores, and a set has no order; of an answer of another
+    length none is one.
     """
     values = None
-    if not isinstance(answer, str | bytes | Mapping) and isinstance(answer, Iterable):
+    if not isinstance(answer, str | bytes | Mapping | Set) and isinstance(answer, Iterable):
         values = list(answer)
     if values is None or len(values) != size:
         got = type(answer).__name__ if values is None else f"{len(values)} scores"
@@ -250,8 +253,8 @@ def _read_score(value: Any) -> float | None | str:
         return None
     try:
         number = math.inf if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.inf
     if math.isinf(number):
-        return f"answered {value!r}, which is no finite number"
+        return f"answered {value!r:.200}, which is no finite number"
     return None if math.isnan(number) else number

@@ -39,7 +39,7 @@ def make_spec(
 
     Raises ValueError for what cannot be loaded and for settings without effect.
     """
-    if Path(config.path).is_dir():
+    if config.path not in BUILT_IN and Path(config.path).is_dir():
         return _model_spec(config, device, release)
     function, known = load_reward(config.path), BUILT_IN.get(config.path)
     if function is code_tests:

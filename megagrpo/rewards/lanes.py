@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,10 +66,11 @@ class ThreadLane:
         that always hangs costs two time limits a step and not one per group."""
         left_behind, self._waiting = self._waiting, queue.SimpleQueue()
         self._spawn(self._work, self._waiting)
-        while not left_behind.empty():
-            waiting = left_behind.get()
-            if waiting is not None:
-                self._spawn(run, waiting)
+        with suppress(queue.Empty):  # the hung thread may come back and take one meanwhile
+            while True:
+                waiting = left_behind.get_nowait()
+                if waiting is not None:
+                    self._spawn(run, waiting)
         left_behind.put(None)
 
     def close(self) -> None:
