@@ -5,8 +5,7 @@ alone, up to 1 + `retries` times, and only its last failure counts (a group of o
 try). A call may take `timeout_s`, a group with all its tries (1 + retries) x that; a call that
 hangs is not repeated, since it has cost its time already.
 
-The broad excepts of the package are here, since what is called is somebody else's code (and one in
-`process_lane.py`, which hands a fault of ours to whoever waits).
+The broad excepts of the lanes are here: what is called is somebody else's code.
 """
 
 import asyncio
@@ -14,8 +13,9 @@ import inspect
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,18 @@ def attempt(function: Callable[..., Any], arguments: Mapping[str, Any], size: in
         return read_scores(asyncio.run(answer) if inspect.iscoroutine(answer) else answer, size)
     except BaseException:
         return f"raised\n{traceback.format_exc()}"
+
+
+@contextmanager
+def resolving(call: Call) -> Iterator[None]:
+    """Resolves `call.done` at the end; a fault of ours in between is raised where it is waited for,
+    which would otherwise wait for ever."""
+    try:
+        yield
+    except BaseException as error:
+        call.done.set_exception(error)
+    else:
+        call.done.set_result(None)
 
 
 def run(call: Call) -> None:

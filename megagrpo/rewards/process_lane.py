@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.rewards.base import RewardSpec
-from megagrpo.rewards.calls import Call
+from megagrpo.rewards.calls import Call, resolving
 from megagrpo.rewards.worker import frame
 
 _START_S = 120.0  # the reward's module may import slowly
@@ -74,25 +74,21 @@ class ProcessLane:
     def _serve(self) -> None:
         seat = _Seat(self._path)
         while (call := self._waiting.get()) is not None:
-            if self._hopeless(call):
-                call.done.set_result(None)
-                continue
-            ended = seat.ended
-            try:
-                _ask_by_rule(call, seat)
-            except Exception as error:  # ours; who waits for the call must not wait for ever
-                seat.close()
-                call.done.set_exception(error)
-                continue
-            with self._lock:
-                self.replaced += seat.ended - ended
-                if call.answers:
-                    self._hung_in_a_row = 0
-                else:
-                    self._hung_in_a_row += 1
-                    self._last_hang = time.monotonic()
-            call.done.set_result(None)
+            with resolving(call):
+                if not self._hopeless(call):
+                    self._ask(call, seat)
         seat.close()
+
+    def _ask(self, call: Call, seat: "_Seat") -> None:
+        ended = seat.ended
+        _ask_by_rule(call, seat)
+        with self._lock:
+            self.replaced += seat.ended - ended
+            if call.answers:
+                self._hung_in_a_row = 0
+            else:
+                self._hung_in_a_row += 1
+                self._last_hang = time.monotonic()
 
     def _hopeless(self, call: Call) -> bool:
         many = self._hung_in_a_row >= 2 * self._threads
