@@ -2,8 +2,12 @@
 
 import dataclasses
 import os
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +25,7 @@ from megagrpo.rewards.code_tests import (
     warn_of_open_doors,
 )
 from megagrpo.rewards.runner import RewardRunner
-from megagrpo.rewards.sandbox import Confinement, Limits, find_confinement
+from megagrpo.rewards.sandbox import Confinement, Limits, _children, find_confinement
 from tests.reward_tools import cpu_spec, totals
 
 SQUARE = "assert f(3) == 9\nassert f(4) == 16\n"
@@ -92,8 +96,9 @@ def test_right_code_passes_and_wrong_code_does_not(host: str) -> None:
          "s, t = Stack(), Stack()\ns.push(4)\nassert len(s) == 1 and s.items == [4]\n"
          "assert s != t\nt.push(4)\nassert s == t\nassert isinstance(s, Stack)"),
         ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-         "    def __add__(self, o): return P(self.x + o.x)\n",
-         "assert (P(1) + P(2)).x == 3\np = P(1)\np.x = 5\nassert p.x == 5"),
+         "    def __add__(self, o): return P(self.x + o.x)\n"
+         "    def __truediv__(self, n): return P(self.x / n)\n",
+         "assert (P(1) + P(2)).x == 3 and (P(4) / 2).x == 2\np = P(1)\np.x = 5\nassert p.x == 5"),
         ("from collections import Counter\ndef f(s):\n    return Counter(s)",
          "assert f('aab') == {'a': 2, 'b': 1}"),
         ("import math\ndef f(x):\n    return math.sqrt(x)", "assert math.isclose(f(2), 2 ** .5)"),
@@ -136,6 +141,7 @@ def test_programs_are_compared_by_what_they_print(host: str) -> None:
     assert share(code, '[{"input": "5", "output": "25\\ndone"}]', host=host) == 1.0
     assert share("print(9)\nprint('done')\n1 / 0", cases, host=host) == 0.0
     assert share("if __name__ == '__main__':\n    print('9\\ndone')", cases, host=host) == 0.5
+    assert share("print('1\\x0b2')", {"inputs": [""], "outputs": ["1\n2"]}, host=host) == 0.0
     assert share("while True:\n    print('9' * 99)", cases, host=host, limits=SHORT) == 0.0
 
 
@@ -191,6 +197,15 @@ def test_the_limit_holds_for_all_tests_of_a_completion_together() -> None:
     assert 0.0 < found < 1.0 and time.perf_counter() - start < 2 * SHORT.seconds
     with pytest.raises(ValueError, match="timeout_s=5.0 of code_tests ends its worker before"):
         cpu_spec(RewardConfig(path="code_tests", timeout_s=5.0))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"seconds": "5"}, {"memory_mb": "512"}, {"memory_mb": 99.5}, {"partial": "no"}]
+)
+def test_limits_that_are_no_numbers_are_refused_before_the_run(kwargs: dict[str, Any]) -> None:
+    spec = cpu_spec(RewardConfig(path="code_tests", kwargs={"allow_code_execution": True} | kwargs))
+    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}={next(iter(kwargs.values()))!r}"):
+        check_columns([spec], ["tests"])
 
 
 def test_code_is_not_run_unless_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +269,15 @@ HOSTILE = {
         "class All(int):\n    def __eq__(self, other): return True\n"
         "    __hash__ = int.__hash__\ndef f(x): return All(0)"
     ),
+    "has no difference from anything": (
+        "class Z:\n    def __sub__(self, other): return 0\n    __truediv__ = __mod__ = __sub__\n"
+        "def f(x): return Z()"
+    ),
+    "is no difference from anything": (
+        "class Z:\n    def __sub__(self, other): return self\n    __pow__ = __mul__ = __neg__ = "
+        "__sub__\n    def __abs__(self): return 0\n    __float__ = lambda self: 0.0\n"
+        "    __bool__ = lambda self: False\ndef f(x): return Z()"
+    ),
     "patches what tests use": (
         "import builtins, unittest, sys, operator\nbuiltins.AssertionError = Exception\n"
         "unittest.TestCase.assertEqual = lambda *_: None\nbuiltins.all = lambda *_: True\n"
@@ -274,6 +298,36 @@ HOSTILE = {
     "a huge answer": "def f(x):\n    return 'x' * (100 << 20)",
 }
 TOLD = "assert abs(f(3) - 9) < 1e-6\nassert len([f(4)]) == 1 and math.isclose(f(4), 16)\n"
+
+
+@pytest.mark.parametrize("what", [name for name in HOSTILE if "no difference" in name])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert abs(f(3) - 9) < 1e-6",
+        "assert not f(3) - 9",
+        "assert (f(3) - 9) ** 2 < 1e-6",
+        "assert abs(-(f(3) - 9)) < 1e-6",
+        "assert float(f(3) - 9) == 0.0",
+        "assert f(3) / 9 == 1 or f(3) / 9 == 0",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+        "        self.assertAlmostEqual(f(3), 9)",
+    ],
+)
+def test_an_object_cannot_pass_for_a_number_by_what_it_says_of_differences(
+    what: str, test: str
+) -> None:
+    assert share(HOSTILE[what], test) == 0.0
+    assert share("def f(x): return x * x + 1e-9 - 1e-9", test) == 1.0
+
+
+def test_folders_in_folders_without_end_are_deleted() -> None:
+    code = (
+        "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\ndef f(x): return 0"
+    )
+    before = set(Path(tempfile.gettempdir()).glob("code_*"))
+    assert share(code, SQUARE, host="container") == 0.0
+    assert not set(Path(tempfile.gettempdir()).glob("code_*")) - before
 
 
 @pytest.mark.parametrize("host", ["here", "container"])
@@ -313,6 +367,26 @@ def f(x):
 
 def sleepers() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if "61.2345" in (p.info["cmdline"] or [])]
+
+
+def test_children_are_found_while_threads_come_and_go() -> None:
+    """A thread of the worker that ends as its children are read is no error."""
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            threading.Thread(target=int).start()
+
+    thread = threading.Thread(target=come_and_go)
+    child = subprocess.Popen(["sleep", "60"])
+    thread.start()
+    try:
+        assert all(child.pid in _children() for _ in range(100))
+    finally:
+        over.set()
+        thread.join()
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.parametrize("host", ["here", "container"])

@@ -98,10 +98,12 @@ def check_code_tests(
             "code_tests runs what the model writes; allow it with kwargs: "
             "{allow_code_execution: true}"
         )
-    if not seconds > 0 or memory_mb < 64:
-        raise ValueError(
-            f"kwargs.seconds={seconds} and memory_mb={memory_mb}; use over 0 and at least 64"
-        )
+    numbers = type(seconds) in (int, float) and type(memory_mb) is int
+    if not numbers or not seconds > 0 or memory_mb < 64:
+        found = f"kwargs.seconds={seconds!r} and memory_mb={memory_mb!r}"
+        raise ValueError(f"{found}; use numbers, over 0 and a whole one of at least 64")
+    if type(partial) is not bool or type(prepend_prompt) is not bool:
+        raise ValueError(f"kwargs {partial=} and {prepend_prompt=}; use true or false")
 
 
 def warn_of_open_doors() -> None:
@@ -185,7 +187,7 @@ def _prints(
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _passes(run: Callable[[dict[str, Any]], None], space: dict[str, Any]) -> bool:

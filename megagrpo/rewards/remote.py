@@ -3,8 +3,10 @@
 Tests run outside that process, so the code can neither read what they expect nor change how they
 compare: only values of Python's own types, rebuilt from JSON, are ever compared with them. An
 object of the code's own stays in its process and is a `Remote` here; compared with anything but
-another Remote it is unequal, whatever its `__eq__` says. Left out: functions as arguments, and
-exception classes of the code in `except`.
+another Remote it is unequal, whatever its `__eq__` says. What is left when a plain value is
+subtracted from it, or it is divided by one, would know what the test expects: it is no number,
+whatever the object says. A test that asks such an object a question (`in`, a method) has its word.
+Left out: functions as arguments, and exception classes of the code in `except`.
 """
 
 import builtins
@@ -29,7 +31,8 @@ class Remote:
     """An object that lives in the code's process."""
 
     def __init__(self, ask: Ask, number: int) -> None:
-        self.__dict__.update(_ask=ask, _number=number)
+        # `_told`: made with a plain value of the test's, which may be the one that it expects.
+        self.__dict__.update(_ask=ask, _number=number, _told=False)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Call it there; lists, dicts and sets that it changes are changed here as well."""
@@ -104,6 +107,20 @@ def _forward(name: str) -> Callable[..., Any]:
     return forwarded
 
 
+def _computed(name: str) -> Callable[..., Any]:
+    def computed(self: Remote, *others: Any) -> Any:
+        value = _operate(name, self, *others)
+        told = self._told or any(isinstance(o, Remote) and o._told for o in others)
+        told |= name in ("sub", "truediv") and not isinstance(others[0], Remote)
+        if told and not isinstance(value, Remote):
+            raise TypeError(f"{name} of the code's object with a plain value is no plain value")
+        if told:
+            value.__dict__["_told"] = True
+        return value
+
+    return computed
+
+
 def _between(name: str) -> Callable[[Remote, Any], Any]:
     def compared(self: Remote, other: Any) -> Any:
         return _operate(name, self, other) if isinstance(other, Remote) else NotImplemented
@@ -111,9 +128,11 @@ def _between(name: str) -> Callable[[Remote, Any], Any]:
     return compared
 
 
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "neg", "pos"):
-    setattr(Remote, f"__{_name}__", _forward(_name))
-for _name in ("abs", "invert", "getitem", "setitem", "delitem"):
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Remote, f"__{_name}__", _computed(_name))
+for _name in ("neg", "pos", "abs"):
+    setattr(Remote, f"__{_name}__", _computed(_name))
+for _name in ("invert", "getitem", "setitem", "delitem"):
     setattr(Remote, f"__{_name}__", _forward(_name))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _between(_name))
@@ -142,6 +161,8 @@ def _of(owner: Remote, request: Mapping[str, Any]) -> Any:
 
 
 def _exact(kind: type, name: str, owner: Remote) -> Any:
+    if owner._told and kind is not str:
+        raise TypeError(f"{name}() of what is left of the code's object and a plain value")
     value = _operate(name, owner)
     if type(value) is not kind:
         raise TypeError(f"{name}() of the code's object is a {type(value).__name__}")

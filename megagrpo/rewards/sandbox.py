@@ -199,15 +199,20 @@ class Sandbox:
             self._process.stdout.close()
         os.close(self._requests)
         os.close(self._answers)
-        self._folder.cleanup()
+        try:
+            self._folder.cleanup()
+        except RecursionError:  # folders in folders without end
+            subprocess.run(["rm", "-rf", "--", self._folder.name], check=False)
 
 
 def _children() -> set[int]:
     """Processes whose parent is this one, adopted orphans included."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
+    while True:
+        try:
+            lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+            return {int(pid) for text in lists for pid in text.split()}
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread has ended meanwhile; its children are another's now
 
 
 def _die_with_parent() -> None:
