@@ -80,6 +80,15 @@ def test_the_last_choice_that_is_stated_counts(text: str, choice: str | None) ->
     assert stated_choice(text) == choice
 
 
+@pytest.mark.parametrize("head", ["answer", "the answer is", r"\\boxed{", "is (", "answer:("])
+def test_a_long_run_of_spaces_does_not_stall_the_reading_of_a_choice(head: str) -> None:
+    """A model that has come to nothing but line ends; sharing them out in all ways took hours."""
+    start = time.perf_counter()
+    assert stated_choice(head + " \n" * 20_000 + "!") is None
+    assert stated_choice(head + " \n" * 20_000 + "B)") == "B"
+    assert time.perf_counter() - start < 2.0
+
+
 def test_multiple_choice_scores_letters_and_refuses_answers_that_are_none() -> None:
     texts = ["Answer: B", "Answer: A", "no idea", "Answer: B"]
     assert multiple_choice([""] * 4, texts, answer=["(b)", "B.", "B", None]) == [
@@ -197,6 +206,10 @@ def test_the_repetition_metric_divides_by_the_n_grams_of_all_sampled_tokens() ->
     [
         ("regex_format", {}, "kwargs.pattern is None; give a regular expression"),
         ("regex_format", {"pattern": "("}, "does not compile"),
+        ("multiple_choice", {"choices": ["A", "B"]}, "kwargs.choices is ..A., .B..; give capital"),
+        ("multiple_choice", {"choices": ""}, "kwargs.choices is ''"),
+        ("multiple_choice", {"choices": "abcd"}, "kwargs.choices is 'abcd'"),
+        ("repetition_penalty", {"n": 2.5}, "kwargs.n is 2.5; give a whole number"),
         ("length_penalty", {"lam": 1.0}, "kwargs.target is None; give a number at least 0"),
         ("length_penalty", {"target": 5, "lam": 0.0}, "kwargs.lam is 0.0; give a number over 0"),
         ("length_penalty", {"target": 5, "lam": math.nan}, "kwargs.lam is nan"),

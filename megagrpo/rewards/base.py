@@ -43,7 +43,9 @@ BUILT_IN = {
     "exact_match": BuiltIn(f"{_RULES}:exact_match", answers=True),
     # The library computes what an answer says, be it 9^9^9^9, and holds the interpreter meanwhile.
     "math_answer": BuiltIn(f"{_RULES}:math_answer", answers=True, isolate=True),
-    "multiple_choice": BuiltIn(f"{_RULES}:multiple_choice", answers=True),
+    "multiple_choice": BuiltIn(
+        f"{_RULES}:multiple_choice", answers=True, check=f"{_RULES}:check_choices"
+    ),
     "regex_format": BuiltIn(
         f"{_SHAPING}:regex_format", isolate=True, forced=True, check=f"{_SHAPING}:check_pattern"
     ),

@@ -79,6 +79,13 @@ def multiple_choice(
     return rewards
 
 
+def check_choices(choices: str = "ABCDEFGHIJ") -> None:
+    """ValueError unless the choices are capital letters or digits in one text."""
+    sound = isinstance(choices, str) and choices.isascii() and choices.isalnum()
+    if not sound or choices != choices.upper():
+        raise ValueError(f"kwargs.choices is {choices!r}; give capital letters as text, e.g. ABCD")
+
+
 def stated_choice(text: str, choices: str = "ABCDEFGHIJ") -> str | None:
     """The letter that a completion settles on, or None.
 
@@ -96,7 +103,9 @@ def stated_choice(text: str, choices: str = "ABCDEFGHIJ") -> str | None:
         rf"|\b(?i:answer|choice|option)\b\s*(?:(?i:is)\b)?\s*:?{wrapped}([{letters}])(?![\w'])"
         rf"|\b(?i:is)\b{wrapped}\(\s*([{letters}])\s*\)"
     )
-    found = [next(filter(None, match.groups())) for match in stated.finditer(text)]
+    # One space for many: the pattern may try every way to share out a long run of them.
+    flat = re.sub(r"\s+", " ", text)
+    found = [next(filter(None, match.groups())) for match in stated.finditer(flat)]
     if found:
         return found[-1].upper()
     lines = [line.strip(" \t*_`\"'") for line in text.strip().splitlines() if line.strip()]

@@ -92,6 +92,8 @@ def repetition_penalty(
 def check_repetition_penalty(n: int = NGRAM, penalty: float = 1.0) -> None:
     """ValueError unless n >= 1 and penalty > 0."""
     _check_number("n", n, at_least=1)
+    if not isinstance(n, int):
+        raise ValueError(f"kwargs.n is {n!r}; give a whole number")
     _check_number("penalty", penalty, above=0)
 
 
