@@ -145,6 +145,21 @@ def test_texts_it_cannot_score_fail_alone_and_are_counted(folder: Path, tmp_path
     assert "has 208 tokens, the reward model takes 1 to 96" in runner.tracebacks["judge"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_logit_that_is_no_finite_number_fails_its_sample(folder: Path, value: float) -> None:
+    spec = cpu_spec(RewardConfig(path=str(folder), name="judge"))
+    assert isinstance(spec.function, RewardModel)
+    runner = RewardRunner([spec])
+    runner.submit(0, ["p"], ["warm."], {"messages": ["p"]})
+    assert not runner.collect()[0][0].failed
+    with torch.no_grad():
+        spec.function._model.score.weight.fill_(value)
+    runner.submit(1, ["p"], ["ok."], {"messages": ["p"]})
+    (score,) = runner.collect()[1]
+    assert score.failed and score.total is None and score.rewards == {"judge": None}
+    assert "from the reward model" in runner.tracebacks["judge"]
+
+
 def test_weights_are_on_the_device_only_while_they_score_and_random_numbers_stay(
     folder: Path,
 ) -> None:

@@ -9,6 +9,7 @@ logits, models cut over ranks, a time limit (nothing here waits for anybody).
 Letters: B sequences, S padded length.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ class RewardModel:
         answers: dict[int, float | str] = {}
         answers |= {place: r for place, r in enumerate(rendered) if isinstance(r, str)}
         ids = {place: r for place, r in enumerate(rendered) if not isinstance(r, str)}
-        answers.update(self._score(ids))
+        for place, score in self._score(ids).items():
+            sound = math.isfinite(score)
+            answers[place] = score if sound else f"got logit {score} from the reward model"
         return [answers[place] for place in range(len(completions))]
 
     def _encode(self, asked: Any, completion: str) -> list[int] | str:
