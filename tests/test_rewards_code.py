@@ -99,6 +99,8 @@ def test_right_code_passes_and_wrong_code_does_not(host: str) -> None:
          "    def __add__(self, o): return P(self.x + o.x)\n"
          "    def __truediv__(self, n): return P(self.x / n)\n",
          "assert (P(1) + P(2)).x == 3 and (P(4) / 2).x == 2\np = P(1)\np.x = 5\nassert p.x == 5"),
+        ("class Row:\n    def __getitem__(self, at): return [9, 8, 7][at]\ndef f(): return Row()",
+         "assert f()[:2] == [9, 8] and f()[::-2] == [7, 9] and f()[1] == 8"),
         ("from collections import Counter\ndef f(s):\n    return Counter(s)",
          "assert f('aab') == {'a': 2, 'b': 1}"),
         ("import math\ndef f(x):\n    return math.sqrt(x)", "assert math.isclose(f(2), 2 ** .5)"),
@@ -151,6 +153,17 @@ def test_the_last_python_block_is_the_code() -> None:
     )
     assert extract_code(text) == "b = 1\n"
     assert extract_code("def f(): pass") == "def f(): pass"
+
+
+def test_a_fence_that_never_ends_is_read_at_once() -> None:
+    text = "```" + "a" * 100_000
+    start = time.perf_counter()
+    assert extract_code(text) == text
+    assert time.perf_counter() - start < 2.0
+
+
+def test_code_whose_object_cannot_be_cut_is_wrong_and_no_failure_of_the_tests() -> None:
+    assert share("class Z: pass\ndef f(x): return Z()", "assert f(3)[:2] == [9]") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megagrpo import log
 from megagrpo.rewards.remote import load, look_up
 from megagrpo.rewards.sandbox import CodeEndedError, Confinement, Limits, Sandbox, find_confinement
 
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*+(\w*+)[^\n]*+\n(.*?)```", re.DOTALL)
 
 
 class OutOfTimeError(BaseException):

@@ -39,6 +39,8 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
         return ["c", value.real, value.imag]
     if isinstance(value, dict):
         return ["d", [[pack(k, keep), pack(v, keep)] for k, v in value.items()]]
+    if isinstance(value, slice):
+        return ["x", [pack(part, keep) for part in (value.start, value.stop, value.step)]]
     for tag, kind in (("l", list), ("t", tuple), ("s", set), ("f", frozenset)):
         if isinstance(value, kind):
             return [tag, [pack(item, keep) for item in value]]
@@ -67,6 +69,8 @@ def unpack(data: Any, find: Callable[[int], Any]) -> Any:
         return complex(*rest)
     if tag == "d":
         return {unpack(k, find): unpack(v, find) for k, v in rest[0]}
+    if tag == "x":
+        return slice(*(unpack(part, find) for part in rest[0]))
     kinds: dict[str, Callable[[Any], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
     if tag not in kinds:
         raise ValueError(f"unknown tag {tag!r}")
