@@ -145,6 +145,28 @@ def test_texts_it_cannot_score_fail_alone_and_are_counted(folder: Path, tmp_path
     assert "has 208 tokens, the reward model takes 1 to 96" in runner.tracebacks["judge"]
 
 
+def test_a_model_that_counts_positions_behind_its_padding_id_takes_fewer_tokens(
+    tmp_path: Path,
+) -> None:
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        num_labels=1,
+        pad_token_id=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    write_own_tokenizer(tmp_path, None, None)
+    fits, over = RewardModel(tmp_path)(["a"] * 2, ["b" * 37, "b" * 38])
+    assert isinstance(fits, float)
+    assert over == "has 39 tokens, the reward model takes 1 to 38"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_logit_that_is_no_finite_number_fails_its_sample(folder: Path, value: float) -> None:
     spec = cpu_spec(RewardConfig(path=str(folder), name="judge"))

@@ -39,10 +39,9 @@ class RewardModel:
         """
         self.folder, self._max_tokens = folder, max_tokens
         self._device, self._release = device, release
-        self._config = _read_config(folder)
+        self._config, self._limit = _read_config(folder)
         self._tokenizer = _read_tokenizer(folder)
         self._model: Any = None
-        self._limit = self._config.to_dict().get("max_position_embeddings")
 
     def __call__(
         self,
@@ -169,8 +168,8 @@ def _batches(
         yield batch
 
 
-def _read_config(folder: Path) -> Any:
-    """The folder's config, if its weights are a model with one logit."""
+def _read_config(folder: Path) -> tuple[Any, int | None]:
+    """The folder's config and its most tokens, if its weights are a model with one logit."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"reward model {folder} has no config.json; give a HuggingFace folder")
     from safetensors import safe_open
@@ -205,7 +204,19 @@ def _read_config(folder: Path) -> Any:
         raise ValueError(
             f"reward model {folder} holds no {', '.join(missing)}: it is no trained reward model"
         )
-    return config
+    return config, _longest(config, empty)
+
+
+def _longest(config: Any, model: torch.nn.Module) -> int | None:
+    """Tokens that the model has positions for; None is without limit.
+
+    RoBERTa's kind counts positions from behind its padding id.
+    """
+    for name, part in model.named_modules():
+        ours = name.endswith("position_embeddings") and isinstance(part, torch.nn.Embedding)
+        if ours and part.padding_idx is not None:
+            return part.num_embeddings - part.padding_idx - 1
+    return config.to_dict().get("max_position_embeddings")
 
 
 def _read_tokenizer(folder: Path) -> Any:
