@@ -84,6 +84,8 @@ def test_right_code_passes_and_wrong_code_does_not(host: str) -> None:
          "assert next(f(1)) == 0"),
         ("def f(x):\n    raise KeyError(x)", "try:\n    f(1)\n    assert False\n"
          "except KeyError:\n    assert True"),
+        ("def f(x):\n    return x.decode('ascii')", "try:\n    f(b'\\xff')\n    assert False\n"
+         "except ValueError:\n    assert True"),
         ("class Odd(ValueError): pass\ndef f(x):\n    raise Odd(x)",
          "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
          "        with self.assertRaises(ValueError):\n            f(1)"),

@@ -188,7 +188,11 @@ def _send(ask: Ask, request: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in names:
         kind = vars(builtins).get(name) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
-            raise kind(str(reply.get("said")))
+            try:
+                error = kind(str(reply.get("said")))
+            except TypeError:
+                continue  # UnicodeDecodeError and its like want more; their base will do
+            raise error
     raise CodeError(f"{names[:1]}: {reply.get('said')}")
 
 
