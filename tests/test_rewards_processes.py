@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,26 @@ def module(tmp_path: Path) -> Path:
     return file
 
 
+def living_children() -> set[int]:
+    """Without the dead: where this process adopts orphans, those of a worker stay as zombies."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+    return found
+
+
 @pytest.fixture
 def runners() -> Iterator[list[RewardRunner]]:
     """Closed at the end, with no child of theirs left."""
     made: list[RewardRunner] = []
-    before = {child.pid for child in psutil.Process().children()}
+    before = living_children()
     yield made
     for runner in made:
         runner.close()
     deadline = time.monotonic() + 10.0
-    while {child.pid for child in psutil.Process().children()} - before:
+    while living_children() - before:
         assert time.monotonic() < deadline, "a worker outlived its runner"
         time.sleep(0.02)
 
