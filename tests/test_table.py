@@ -366,8 +366,8 @@ def test_loading_names_a_parameter_or_a_tensor_that_the_other_side_lacks() -> No
 
 
 def test_stored_pieces_cover_every_fused_tensor_once() -> None:
-    """The pieces of a written checkpoint: exact cover; a vocabulary of 131 is padded to 192 at TP 8,
-    so that ranks own 24 rows each and the rows that exist make 6 pieces."""
+    """The pieces of a written checkpoint: exact cover; a vocabulary of 131 is padded to 192 at TP
+    8, so that ranks own 24 rows each and the rows that exist make 6 pieces."""
     shape = toy("qwen2", vocab_size=131)
     for name, row in fused_rows(shape):
         boxes = stored_boxes(shape, row)
