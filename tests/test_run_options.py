@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megagrpo.config_file import load_config
+from megagrpo.trainer import manifest
 from megagrpo.trainer.grpo import train
 from megagrpo.trainer.preflight import prepare
 from megagrpo.trainer.run import Run
@@ -85,6 +86,42 @@ def test_another_controller_does_not_continue_a_checkpoint(place: Path, tmp_path
     lines_of(1, words(place, tmp_path / "run", "trainer.steps=1"))
     options = ["algorithm.kl.controller.kind=adaptive", "trainer.steps=2"]
     with pytest.raises(ValueError, match=r"controller\.kind=fixed, now it is adaptive"):
+        prepare(load_config(None, words(place, tmp_path / "run", *options)), 0, 1)
+
+
+def test_a_fixed_kl_coefficient_is_the_config_s_after_a_resume(place: Path, tmp_path: Path) -> None:
+    """CKPT-10's kind: config.yaml shows the new beta, so the run must use it."""
+    run = tmp_path / "run"
+    lines_of(1, words(place, run, "algorithm.kl.beta=0.01", "trainer.steps=1"))
+    lines = lines_of(1, words(place, run, "algorithm.kl.beta=0.2", "trainer.steps=2"))
+    assert [line["actor/kl_coef"] for line in lines] == [0.2]
+
+
+def test_a_checkpoint_from_before_moving_coefficients_and_cold_start_is_continued(
+    place: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    lines_of(1, words(place, run, "trainer.steps=1"))
+    folder = run / "checkpoints" / "step_1"
+    state = json.loads((folder / manifest.STATE).read_text())
+    del state["kl"], state["cold_start"]
+    (folder / manifest.STATE).write_text(json.dumps(state))
+    (folder / manifest.MANIFEST).unlink()
+    manifest.write_manifest(folder)
+    assert [line["step"] for line in lines_of(1, words(place, run, "trainer.steps=2"))] == [2]
+
+
+def test_answers_of_another_number_do_not_continue_a_checkpoint(
+    place: Path, tmp_path: Path
+) -> None:
+    """Said before any process group, as of the prompts."""
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text((place / "shown.jsonl").read_text())
+    options = [f"algorithm.cold_start.{word}" for word in ("weight=1", "steps=9", f"data={shown}")]
+    options.append("algorithm.cold_start.column=solution")
+    lines_of(1, words(place, tmp_path / "run", *options, "trainer.steps=1"))
+    shown.write_text("".join(shown.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(ValueError, match=r"prompts in algorithm\.cold_start\.data 5, this run 3"):
         prepare(load_config(None, words(place, tmp_path / "run", *options)), 0, 1)
 
 

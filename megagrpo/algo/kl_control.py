@@ -166,13 +166,17 @@ class KLController:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; raises ValueError if another kind took it."""
+        """Continue where `state` was taken; raises ValueError if another kind took it.
+
+        A fixed beta is the config's, which may be another one by now; a moved one is the state's.
+        """
         if state["kind"] != self.settings.kind:
             raise ValueError(
                 f"the checkpoint holds KL controller {state['kind']!r}, the config asks for "
                 f"{self.settings.kind!r}; resume with the same controller"
             )
-        self.beta = state["beta"]
+        if self.settings.kind != "fixed":
+            self.beta = state["beta"]
         self._recent = deque(state["recent"], maxlen=WINDOW)
         self._integral = state["integral"]
         self._last_error = state["last_error"]

@@ -32,7 +32,9 @@ class PromptSampler:
         seed: int,
         shuffle: bool = True,
         lengths: Sequence[int] | None = None,
+        source: str = "data.train",
     ) -> None:
+        """`source` is the key of the dataset, for messages; ValueError for nothing to draw."""
         if num_prompts < 1:
             raise ValueError("there are no prompts to draw; give data.train at least one row")
         if prompts_per_step < 1:
@@ -44,7 +46,7 @@ class PromptSampler:
             f"{num_prompts} prompts but {len(lengths or ())} lengths"
         )
         self.seed, self.shuffle = seed, shuffle
-        self._lengths = lengths
+        self._lengths, self._source = lengths, source
         self.epoch, self.position = 0, 0
         self._order = self._permutation()
 
@@ -77,7 +79,7 @@ class PromptSampler:
     def load_state(self, state: State) -> None:
         """Continue where `state` was taken; ValueError if it belongs to another draw."""
         keys = {
-            "num_prompts": "prompts in data.train",
+            "num_prompts": f"prompts in {self._source}",
             "seed": "data.shuffle_seed",
             "shuffle": "shuffle",
             "bucket_prompts": "prompts per draw of like length (0: data.bucket_by_length=false)",

@@ -84,6 +84,17 @@ def gather_objects(value: T, context: ParallelContext) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def gather_from_replicas(value: T, context: ParallelContext) -> list[T]:
+    """The `value` of one rank of every data-parallel place, in rank order, on every rank.
+
+    For what tensor ranks and stages of a replica hold alike. All ranks of the world join; values
+    are pickled and travel on the CPU.
+    """
+    counts = context.coords.tp == 0 and context.coords.pp == 0
+    parts = gather_objects((value,) if counts else None, context)
+    return [part[0] for part in parts if part is not None]
+
+
 def patient_gather(timeout_s: float) -> Callable[[Any], list[Any]]:
     """A gather of objects over the world on a gloo group with a time limit of its own.
 

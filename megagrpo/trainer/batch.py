@@ -142,16 +142,18 @@ def trainable(sample: Sample, settings: AdvantageSettings) -> bool:
 def sample_advantages(
     samples: Sequence[Sample],
     settings: AdvantageSettings,
-    kl_paid: torch.Tensor | None = None,
+    *,
+    kl_sums: torch.Tensor | None = None,
+    beta: float = 0.0,
 ) -> AdvantageResult:
     """Advantages of all samples in float64; rule: samples that are not trainable or not rated are
-    out. `kl_paid` [B] is taken from every total reward first."""
+    out. beta * `kl_sums` [B], nats, is taken from every total reward first."""
     groups = torch.tensor([sample.group for sample in samples])
     valid = torch.tensor([trainable(sample, settings) for sample in samples], dtype=torch.bool)
     rewards = _rewards(samples, settings)
-    if kl_paid is not None:
+    if kl_sums is not None:
         assert rewards.shape[1] == 1, "KL is taken from one total reward"
-        rewards = kl_penalized_rewards(rewards=rewards[:, 0], kl_sums=kl_paid, beta=1.0)[:, None]
+        rewards = kl_penalized_rewards(rewards=rewards[:, 0], kl_sums=kl_sums, beta=beta)[:, None]
     return combined_advantages(
         rewards=rewards,
         weights=torch.tensor([weight for _, weight in settings.columns], dtype=torch.float64),

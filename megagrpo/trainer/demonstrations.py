@@ -16,6 +16,7 @@ from megagrpo.data.packing import DUMMY_SEQUENCE, pack, plan_micro_batches
 from megagrpo.data.sampler import PromptSampler, State
 from megagrpo.parallel.context import ParallelContext
 from megagrpo.trainer.batch import Batch, CutSettings, Demonstrations
+from megagrpo.trainer.order import make_answer_sampler
 from megagrpo.trainer.preflight import Prepared
 from megagrpo.types import MicroBatch
 
@@ -111,12 +112,10 @@ def build_cold_start(prepared: Prepared, cut: CutSettings, context: ParallelCont
     cold = config.algorithm.cold_start
     if found is None:
         return NoColdStart()
-    assert cold.steps is not None and config.data.shuffle_seed is not None, "checked and resolved"
-    per_step = min(config.data.prompts_per_step, len(found))
-    own = PromptSampler(len(found), per_step, config.data.shuffle_seed)
+    assert cold.steps is not None, "config_checks wants it with a weight"
     return AnnealedColdStart(
         demonstrations=found,
-        draw=None if cold.data is None else own,
+        draw=make_answer_sampler(config, len(found)),
         weight=cold.weight,
         steps=cold.steps,
         cut=cut,

@@ -47,16 +47,13 @@ class KLCharge:
     def charge(self, batch: Batch) -> Batch:
         """The batch with advantages of the reduced rewards; all ranks of the world join."""
         sums = torch.zeros(len(batch.samples), dtype=torch.float64)
-        # Tensor ranks and stages hold the same log-probs: one rank per data-parallel place counts.
-        counts = self.context.coords.tp == 0 and self.context.coords.pp == 0
-        own = self._own_sums(batch) if counts else {}
-        for part in collectives.gather_objects(own, self.context):
+        for part in collectives.gather_from_replicas(self._own_sums(batch), self.context):
             for row, value in part.items():
                 sums[row] = value
-        paid = self.controller.beta * sums
-        result = sample_advantages(batch.samples, self.advantage, kl_paid=paid)
+        beta = self.controller.beta
+        result = sample_advantages(batch.samples, self.advantage, kl_sums=sums, beta=beta)
         trained = batch.trained.double()
-        mean_paid = float((paid * trained).sum() / trained.sum().clamp(min=1))
+        mean_paid = beta * float((sums * trained).sum() / trained.sum().clamp(min=1))
         return replace(batch.with_advantages(result), kl_paid_mean=mean_paid)
 
     def _own_sums(self, batch: Batch) -> dict[int, float]:

@@ -13,6 +13,11 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
+# Of checkpoints from before beta could move and reference answers could be imitated.
+_BEFORE: dict[str, Any] = {
+    "kl": {"kind": "fixed", "beta": 0.0, "recent": [], "integral": 0.0, "last_error": None},
+    "cold_start": {},
+}
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -48,9 +53,8 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's own state of a checkpoint."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
-    return state
+    """The trainer's own state of a checkpoint; what it is too old to hold is as it was then."""
+    return _BEFORE | json.loads((checkpoint / STATE).read_text())
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

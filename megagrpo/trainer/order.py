@@ -1,4 +1,4 @@
-"""How many prompts a generation batch draws, and in which order."""
+"""How many prompts a generation batch draws and in which order, and so of reference answers."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,20 @@ def make_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler:
         data.prompts_per_step + config.rollout.oversample_prompts,
         data.shuffle_seed,
         lengths=[len(prompt.ids) for prompt in prompts] if data.bucket_by_length else None,
+    )
+
+
+def make_answer_sampler(config: Config, answers: int) -> PromptSampler | None:
+    """The order of a cold start's own dataset, at its beginning; None without one."""
+    data = config.data
+    if config.algorithm.cold_start.data is None:
+        return None
+    assert data.shuffle_seed is not None, "resolve fills it in"
+    return PromptSampler(
+        answers,
+        min(data.prompts_per_step, answers),
+        data.shuffle_seed,
+        source="algorithm.cold_start.data",
     )
 
 

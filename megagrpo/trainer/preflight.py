@@ -25,7 +25,7 @@ from megagrpo.parallel import platform
 from megagrpo.rewards.base import RewardSpec, check_columns
 from megagrpo.rewards.entries import make_spec
 from megagrpo.trainer.length import RunLength, run_length
-from megagrpo.trainer.order import check_draw, make_sampler
+from megagrpo.trainer.order import check_draw, make_answer_sampler, make_sampler
 from megagrpo.trainer.replay import Replay, open_replay, replay_config
 from megagrpo.trainer.resolve import loss_settings, resolve
 from megagrpo.trainer.resume import (
@@ -117,7 +117,7 @@ def prepare(config: Config, rank: int, world: int, replay_from: Path | None = No
         check_checkpoint(
             prepared.resume_from,
             train,
-            prepared.sampler(),
+            _samplers(prepared),
             prepared.origin,
             prepared.shape,
             config.algorithm.kl.controller.kind,
@@ -189,6 +189,14 @@ def _with_held_out(prepared: Prepared) -> Prepared:
             f"{len(limited.prompts)} held-out prompts; use at most that many"
         )
     return replace(prepared, eval=limited)
+
+
+def _samplers(prepared: Prepared) -> dict[str, PromptSampler]:
+    """Every draw of the run, by its name in a checkpoint's state."""
+    found = {"sampler": prepared.sampler()}
+    answers = prepared.demonstrations
+    own = None if answers is None else make_answer_sampler(prepared.config, len(answers))
+    return found if own is None else found | {"cold_start": own}
 
 
 def _demonstrations(prepared: Prepared, train: PromptSet) -> dict[int, Demonstration] | None:

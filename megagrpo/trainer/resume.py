@@ -6,6 +6,7 @@ refused, because starting anew there would write over what is left of the run.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,13 @@ def reference_origin(config: Config, shape: ModelShape) -> dict[str, Any]:
 def check_checkpoint(
     checkpoint: Path,
     prompts: PromptSet,
-    sampler: PromptSampler,
+    samplers: Mapping[str, PromptSampler],
     origin: dict[str, Any],
     shape: ModelShape,
     controller: str,
 ) -> None:
-    """Raise ValueError if the checkpoint belongs to other data, seed, model or reference."""
+    """Raise ValueError if the checkpoint belongs to other data, seed, model, reference or kind of
+    KL controller. `samplers` are those of the run by their name in the state."""
     state = read_state(checkpoint)
     saved_shape = hf_config.read_shape(checkpoint)
     for name, value in vars(saved_shape).items():
@@ -76,10 +78,12 @@ def check_checkpoint(
                 f"{checkpoint} holds a model of {name}={value}, model.path one of "
                 f"{vars(shape)[name]}; give the run's own model.path or a new trainer.run_dir"
             )
-    try:
-        sampler.load_state(state["sampler"])
-    except ValueError as error:
-        raise ValueError(f"{checkpoint}: {error}") from error
+    for name, sampler in samplers.items():
+        if state[name]:  # empty where the run drew nothing of the kind
+            try:
+                sampler.load_state(state[name])
+            except ValueError as error:
+                raise ValueError(f"{checkpoint}: {error}") from error
     if state["prompts"] != prompts.digest():
         raise ValueError(
             f"{checkpoint}: data.train or its tokens have changed since it was saved (digest "

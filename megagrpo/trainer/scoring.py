@@ -103,14 +103,9 @@ def score_high_entropy(
 def _of_all_ranks(
     own: Sequence[torch.Tensor], mini: MiniBatch, context: ParallelContext
 ) -> torch.Tensor:
-    """Entropies of the optimizer step's sampled tokens, [N]; all ranks of the world join.
-
-    Tensor ranks and stages hold the same values, so one rank of each data-parallel place counts.
-    """
+    """Entropies of the optimizer step's sampled tokens, [N]; all ranks of the world join."""
     sampled = [
         values[micro.mask.to(values.device)].cpu()
         for values, micro in zip(own, mini.micro_batches, strict=True)
     ]
-    counts = context.coords.tp == 0 and context.coords.pp == 0
-    parts = collectives.gather_objects(torch.cat(sampled) if counts else None, context)
-    return torch.cat([part for part in parts if part is not None])
+    return torch.cat(collectives.gather_from_replicas(torch.cat(sampled), context))

@@ -7,9 +7,9 @@ import torch
 
 from megagrpo.model import hf_config
 from megagrpo.types import ModelShape, TensorSource
-from megagrpo.weights.convert import check_source
 from megagrpo.weights.megatron_io import MegatronSource
 from megagrpo.weights.safetensors_io import HFSource
+from megagrpo.weights.verify import check_source
 
 
 def open_source(path: str | Path, shape: ModelShape) -> TensorSource:
